@@ -1,0 +1,1 @@
+"""Metrics and logs: facts folded into numbers. Knows no request handling."""

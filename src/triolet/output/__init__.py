@@ -1,0 +1,1 @@
+"""Token ids to text to events, for one request. Pure: no clock, no randomness, no I/O."""

@@ -1,0 +1,1 @@
+"""Where the engine thread and Trio meet: requests, their scopes and their ends."""

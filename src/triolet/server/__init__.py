@@ -1,0 +1,1 @@
+"""HTTP on Hypercorn: routes, errors, Server-Sent Events. Knows no torch."""

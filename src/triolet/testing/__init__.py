@@ -1,0 +1,1 @@
+"""The scripted backend and fault injection: shipped, documented, used by our own tests."""
