@@ -1,0 +1,143 @@
+"""The numbers at ``/metrics``, in Prometheus' text format.
+
+Request counters are fed by final records; what the engine holds is read at scrape time from
+its newest snapshot, so that a scrape shows one consistent moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import attrs
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from triolet.core import EngineStatistics
+
+# A second series for every counter that says no more than the process's start time.
+disable_created_metrics()
+
+#: From a cached prompt on a fast GPU to a long queue on a small CPU.
+SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+@attrs.frozen
+class ServerState:
+    """What a scrape sees of the server: its engine and its live requests."""
+
+    engine: EngineStatistics
+    live_requests: int
+    ready: bool
+
+
+@attrs.define(eq=False)
+class Metrics:
+    """One server's metrics, in a registry of their own."""
+
+    #: Asked for the state at each scrape.
+    state: Callable[[], ServerState]
+    registry: CollectorRegistry = attrs.field(factory=CollectorRegistry, init=False)
+    _requests: Counter = attrs.field(init=False)
+    _prompt_tokens: Counter = attrs.field(init=False)
+    _output_tokens: Counter = attrs.field(init=False)
+    _duration: Histogram = attrs.field(init=False)
+    _first_token: Histogram = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        registry = self.registry
+        self._requests = Counter(
+            "triolet_requests",
+            "Requests that have ended, by outcome.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._prompt_tokens = Counter(
+            "triolet_prompt_tokens", "Prompt tokens of ended requests.", registry=registry
+        )
+        self._output_tokens = Counter(
+            "triolet_output_tokens",
+            "Output tokens of ended requests, cancelled and failed ones too.",
+            registry=registry,
+        )
+        self._duration = Histogram(
+            "triolet_request_duration_seconds",
+            "From admission to the end of a request, by outcome.",
+            ["outcome"],
+            buckets=SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self._first_token = Histogram(
+            "triolet_engine_time_to_first_token_seconds",
+            "From admission to the first sampled token.",
+            buckets=SECONDS_BUCKETS,
+            registry=registry,
+        )
+        registry.register(_StateCollector(self.state))
+
+    def rejected(self) -> None:
+        """Count a request that was refused before it was admitted."""
+        self._requests.labels("rejected").inc()
+
+    def ended(
+        self,
+        *,
+        outcome: str,
+        prompt_tokens: int,
+        output_tokens: int,
+        duration_s: float,
+        first_token_s: float | None,
+    ) -> None:
+        """Count a request's end."""
+        self._requests.labels(outcome).inc()
+        self._prompt_tokens.inc(prompt_tokens)
+        self._output_tokens.inc(output_tokens)
+        self._duration.labels(outcome).observe(duration_s)
+        if first_token_s is not None:
+            self._first_token.observe(first_token_s)
+
+    def render(self) -> bytes:
+        """All metrics as Prometheus text."""
+        return generate_latest(self.registry)
+
+
+_GAUGES = {
+    "waiting": ("triolet_engine_requests_waiting", "Requests that wait for a row."),
+    "running": ("triolet_engine_requests_running", "Requests that the engine computes."),
+    "paused": ("triolet_engine_requests_paused", "Requests paused because their client lags."),
+    "used_blocks": ("triolet_engine_kv_blocks_used", "KV cache blocks in use."),
+    "total_blocks": ("triolet_engine_kv_blocks", "KV cache blocks there are."),
+    "used_rows": ("triolet_engine_batch_rows_used", "Rows of the batch in use."),
+    "total_rows": ("triolet_engine_batch_rows", "Rows the batch has."),
+}
+_COUNTERS = {
+    "steps": ("triolet_engine_steps", "Engine steps."),
+    "preemptions": ("triolet_engine_preemptions", "Requests set back for want of KV blocks."),
+    "late_aborts": ("triolet_engine_late_aborts", "Aborts of requests no longer held: no-ops."),
+    "prompt_tokens": ("triolet_engine_prompt_tokens", "Prompt tokens computed."),
+    "output_tokens": ("triolet_engine_output_tokens", "Tokens sampled."),
+}
+
+
+@attrs.define(eq=False)
+class _StateCollector(Collector):
+    state: Callable[[], ServerState]
+
+    def collect(self) -> Iterator[Metric]:
+        state = self.state()
+        yield GaugeMetricFamily(
+            "triolet_ready", "1 while requests are taken, else 0.", value=float(state.ready)
+        )
+        yield GaugeMetricFamily(
+            "triolet_requests_live", "Requests that have not ended.", value=state.live_requests
+        )
+        for field, (name, text) in _GAUGES.items():
+            yield GaugeMetricFamily(name, text, value=getattr(state.engine, field))
+        for field, (name, text) in _COUNTERS.items():
+            yield CounterMetricFamily(name, text, value=getattr(state.engine, field))

@@ -1,0 +1,203 @@
+"""Speak to an ASGI app without sockets, as slowly and rudely as a test needs.
+
+Nothing here is particular to Triolet: any streaming ASGI app can be tested so on an autojump
+clock. The app's ``send`` waits until the test reads, so a client that does not read is a test
+that does not call :meth:`AsgiExchange.next_message`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+
+import attrs
+import trio
+from starlette.types import ASGIApp, Message, Scope
+
+from triolet.config import Config
+from triolet.runtime.lifecycle import Phase, Runtime, Served
+from triolet.server.app import create_app
+from triolet.testing.engine import serve_script
+
+
+@attrs.frozen
+class AsgiResponse:
+    """A response read to its end."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    #: Whether the app finished it; a stream cut by an error has ``False``.
+    complete: bool
+
+    def json(self) -> object:
+        """The body as JSON."""
+        return json.loads(self.body)
+
+
+@attrs.define(eq=False)
+class AsgiExchange:
+    """One HTTP request in flight."""
+
+    _messages: trio.MemoryReceiveChannel[Message]
+    _gone: trio.Event = attrs.field(factory=trio.Event, init=False)
+    _status: int = attrs.field(default=0, init=False)
+    _headers: dict[str, str] = attrs.field(factory=dict, init=False)
+
+    def disconnect(self) -> None:
+        """Leave: from now on the app's ``receive`` says so and its ``send`` goes nowhere."""
+        self._gone.set()
+        self._messages.close()
+
+    async def next_message(self) -> Message:
+        """The next message that the app sends.
+
+        Raises:
+            trio.EndOfChannel: The app has returned.
+        """
+        message = await self._messages.receive()
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            self._headers = {k.decode().lower(): v.decode() for k, v in message["headers"]}
+        return message
+
+    async def next_body(self) -> bytes:
+        """The next piece of the body, skipping the start of the response."""
+        while (message := await self.next_message())["type"] != "http.response.body":
+            pass
+        body: bytes = message["body"]
+        return body
+
+    async def read(self) -> AsgiResponse:
+        """Read what has not been read yet, to the end."""
+        body, complete = b"", False
+        with suppress(trio.EndOfChannel):
+            while True:
+                message = await self.next_message()
+                if message["type"] == "http.response.body":
+                    body += message.get("body", b"")
+                    complete = not message.get("more_body", False)
+        return AsgiResponse(self._status, self._headers, body, complete)
+
+
+@attrs.frozen(eq=False)
+class AsgiClient:
+    """Starts requests to an app in a nursery of the caller's."""
+
+    app: ASGIApp
+    nursery: trio.Nursery
+
+    def start(
+        self,
+        method: str,
+        path: str,
+        *,
+        json_body: object = None,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsgiExchange:
+        """Send a request; the app begins to work on it at once."""
+        if body is None:
+            body = b"" if json_body is None else json.dumps(json_body).encode()
+        # No slack: what the app has sent and the test has not read does not exist.
+        send, receive = trio.open_memory_channel[Message](0)
+        exchange = AsgiExchange(receive)
+        scope = _scope(method, path, {"content-type": "application/json", **(headers or {})})
+        self.nursery.start_soon(self._run, scope, body, send, exchange)
+        return exchange
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        json_body: object = None,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsgiResponse:
+        """Send a request and read the response to its end."""
+        exchange = self.start(method, path, json_body=json_body, body=body, headers=headers)
+        return await exchange.read()
+
+    async def _run(
+        self,
+        scope: Scope,
+        body: bytes,
+        channel: trio.MemorySendChannel[Message],
+        exchange: AsgiExchange,
+    ) -> None:
+        pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Message:
+            if pending:
+                await trio.lowlevel.checkpoint()
+                return pending.pop()
+            await exchange._gone.wait()  # noqa: SLF001 - the two are one thing
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            with suppress(trio.BrokenResourceError):  # as on a real server, it goes nowhere
+                await channel.send(message)
+
+        with channel:
+            await self.app(scope, receive, send)
+
+
+@attrs.frozen(eq=False)
+class AsgiServer:
+    """A running server without sockets."""
+
+    runtime: Runtime
+    client: AsgiClient
+
+
+@asynccontextmanager
+async def open_server(
+    served: Served | None = None, config: Config | None = None
+) -> AsyncIterator[AsgiServer]:
+    """A server that is ready to be asked, on a scripted engine unless told otherwise.
+
+    Leaving drains it without mercy and waits until it has stopped.
+    """
+    served = served or serve_script()
+    config = config or Config()
+
+    async def load() -> Served:
+        await trio.lowlevel.checkpoint()
+        return served
+
+    runtime = Runtime(
+        load,
+        max_live_requests=config.max_num_seqs + config.max_num_queued_reqs,
+        max_undelivered_bytes=config.max_stream_buffer,
+        drain_timeout_s=config.drain_timeout,
+    )
+    app = create_app(runtime, config)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(runtime.run)
+        await runtime.wait_started()
+        yield AsgiServer(runtime, AsgiClient(app, nursery))
+        while runtime.phase is not Phase.STOPPED:
+            runtime.drain()
+            await trio.lowlevel.checkpoint()
+        nursery.cancel_scope.cancel(reason="the test is over")
+
+
+def _scope(method: str, path: str, headers: Mapping[str, str]) -> Scope:
+    path, _, query = path.partition("?")
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "root_path": "",
+        "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+        "state": {},
+    }

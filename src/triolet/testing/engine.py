@@ -1,0 +1,217 @@
+"""The scripted backend: the real scheduler and the real engine loop, with tokens on cue.
+
+Only the forward pass is replaced, so rows, blocks, pauses, preemptions and aborts behave as
+they do with a model. It runs inside Trio and sleeps on Trio's clock, so a test on an autojump
+clock plays minutes of generation in milliseconds. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+import trio
+
+from triolet.core import EngineStatistics, ModelInfo, RequestId
+from triolet.engine.blocks import BlockPool
+from triolet.engine.loop import Engine
+from triolet.engine.scheduler import Scheduler
+from triolet.errors import EngineDownError
+from triolet.prompt.bytelevel import BYTE_BOS_ID, BYTE_EOS_ID, ByteTokenizer
+from triolet.runtime.lifecycle import Served
+
+if TYPE_CHECKING:
+    from triolet.core import EngineRequest, StepResult
+    from triolet.engine.plan import StepPlan
+
+#: What the scripted engine says where nobody wrote it a script.
+DEFAULT_REPLY = (
+    "This is the scripted engine. It runs no model, yet every byte takes the real way: "
+    "scheduler, output, stream, socket. 🎭 "
+)
+
+_USER, _END = (
+    ByteTokenizer().encode(marker, add_special_tokens=False)[0]
+    for marker in ("<|user|>", "<|end|>")
+)
+
+
+@attrs.frozen
+class Script:
+    """What one request's model says: these ids in order, then ``then_id`` for ever."""
+
+    token_ids: tuple[int, ...]
+    then_id: int
+    #: The engine step in which this token would be sampled fails.
+    fail_at: int | None = None
+
+    def token(self, index: int) -> int:
+        """The id of output token ``index``.
+
+        Raises:
+            RuntimeError: The script says that the step fails here.
+        """
+        if index == self.fail_at:
+            raise RuntimeError("scripted failure of a step")
+        return self.token_ids[index] if index < len(self.token_ids) else self.then_id
+
+
+Scripts = Callable[["EngineRequest"], Script]
+
+
+def say(text: str = DEFAULT_REPLY, *, times: int = 1) -> Scripts:
+    """A script that says ``text``, then ends the sequence, whatever the prompt."""
+    ids = tuple(ByteTokenizer().encode(text, add_special_tokens=False)) * times
+    return lambda _: Script(token_ids=ids, then_id=BYTE_EOS_ID)
+
+
+def echo(request: EngineRequest) -> Script:
+    """A script that says the last user message back, or the whole prompt where there is none."""
+    ids = request.prompt_ids
+    if _USER in ids:
+        start = len(ids) - ids[::-1].index(_USER)
+        ids = ids[start : ids.index(_END, start) if _END in ids[start:] else None]
+    return Script(token_ids=tuple(id_ for id_ in ids if id_ < BYTE_BOS_ID), then_id=BYTE_EOS_ID)
+
+
+@attrs.define(eq=False)
+class ScriptedRunner:
+    """The forward pass of a script."""
+
+    _scripts: Scripts
+    _live: dict[RequestId, Script] = attrs.field(factory=dict, init=False)
+
+    def add(self, request: EngineRequest) -> None:
+        """Cast the script of a request."""
+        self._live[request.id] = self._scripts(request)
+
+    def drop(self, request_id: RequestId) -> None:
+        """Forget a request."""
+        self._live.pop(request_id, None)
+
+    def run(self, plan: StepPlan) -> Sequence[int]:
+        """One id per chunk that samples, in chunk order."""
+        return [
+            self._live[chunk.request_id].token(chunk.output_index)
+            for chunk in plan.chunks
+            if chunk.samples
+        ]
+
+    def reset(self) -> None:
+        """A script has no state to rebuild."""
+
+
+@attrs.define(eq=False)
+class ScriptedBackend:
+    """A :class:`~triolet.runtime.backend.Backend` whose tokens are written in advance."""
+
+    scripts: Scripts = attrs.field(factory=say)
+    #: Seconds of Trio time that each step takes.
+    step_s: float = 0.0
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 512
+    max_model_len: int = 4096
+    block_size: int = 16
+    total_blocks: int = 16_384
+    #: Raise from :meth:`run` after this many steps, as a dying engine does.
+    die_after_steps: int | None = None
+    _engine: Engine = attrs.field(init=False)
+    _runner: ScriptedRunner = attrs.field(init=False)
+    _wake: trio.Event = attrs.field(factory=trio.Event, init=False)
+    _running: bool = attrs.field(default=False, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._runner = ScriptedRunner(self.scripts)
+        self._engine = Engine(
+            Scheduler(
+                BlockPool(total_blocks=self.total_blocks, block_size=self.block_size),
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                max_model_len=self.max_model_len,
+                eos_token_ids=frozenset({BYTE_EOS_ID}),
+            ),
+            self._runner,
+        )
+
+    async def run(
+        self,
+        steps: trio.MemorySendChannel[StepResult],
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """See :meth:`triolet.runtime.backend.Backend.run`."""
+        self._running = True
+        task_status.started()
+        try:
+            with steps:
+                while True:
+                    await self._step(steps)
+        finally:
+            self._running = False
+
+    async def _step(self, steps: trio.MemorySendChannel[StepResult]) -> None:
+        if not self._engine.has_work:
+            await self._wake.wait()
+            self._wake = trio.Event()
+            return
+        await trio.sleep(self.step_s)
+        result = self._engine.step()
+        if result is None:
+            return
+        for output in result.outputs:
+            if output.finish is not None:
+                self._runner.drop(output.request_id)
+        for failure in result.failures:
+            self._runner.drop(failure.request_id)
+        await steps.send(result)
+        if self.die_after_steps is not None and result.step >= self.die_after_steps:
+            raise EngineDownError("scripted death of the engine")
+
+    def submit(self, request: EngineRequest) -> None:
+        """See :meth:`triolet.runtime.backend.Backend.submit`."""
+        self._runner.add(request)
+        self._engine.add(request)
+        self._wake.set()
+
+    def abort(self, request_id: RequestId) -> None:
+        """See :meth:`triolet.runtime.backend.Backend.abort`."""
+        self._engine.abort(request_id)
+        self._runner.drop(request_id)
+
+    def pause(self, request_id: RequestId) -> None:
+        """See :meth:`triolet.runtime.backend.Backend.pause`."""
+        self._engine.pause(request_id)
+
+    def resume(self, request_id: RequestId) -> None:
+        """See :meth:`triolet.runtime.backend.Backend.resume`."""
+        self._engine.resume(request_id)
+        self._wake.set()
+
+    def statistics(self) -> EngineStatistics:
+        """See :meth:`triolet.runtime.backend.Backend.statistics`."""
+        return self._engine.statistics()
+
+    def healthy(self) -> bool:
+        """See :meth:`triolet.runtime.backend.Backend.healthy`."""
+        return self._running
+
+
+def serve_script(
+    backend: ScriptedBackend | None = None, *, names: tuple[str, ...] = ("scripted",)
+) -> Served:
+    """A loaded "model" on a scripted backend, ready for a :class:`~.lifecycle.Runtime`."""
+    backend = backend or ScriptedBackend()
+    tokenizer = ByteTokenizer()
+    return Served(
+        info=ModelInfo(
+            names=names,
+            max_model_len=backend.max_model_len,
+            vocab_size=len(tokenizer.vocabulary),
+            eos_token_ids=frozenset({BYTE_EOS_ID}),
+            created=0,
+            architecture="scripted",
+        ),
+        tokenizer=tokenizer,
+        backend=backend,
+    )
