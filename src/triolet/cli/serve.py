@@ -1,0 +1,131 @@
+"""``triolet serve``: the whole server in one nursery."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import trio
+
+from triolet.cli.models import create_runtime
+from triolet.errors import StartupError, TrioletError
+from triolet.observe.logs import configure_logging
+from triolet.runtime.lifecycle import Phase
+from triolet.server.app import create_app
+from triolet.server.listen import ListenOptions, serve
+from triolet.server.signals import open_stop_signals
+
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import AsyncIterator
+
+    from triolet.config import Config
+    from triolet.runtime.lifecycle import Runtime
+
+logger = logging.getLogger(__name__)
+
+#: What readers get to write their last events once every request has ended. With the drain
+#: timeout it stays below the two seconds that a drained server may take to exit.
+GRACEFUL_TIMEOUT_S = 1.0
+
+
+def run(config: Config) -> int:
+    """Serve until stopped; the process's exit code.
+
+    Raises:
+        StartupError: The server could not start as asked.
+    """
+    configure_logging(
+        level=config.log_level, log_format=config.log_format, requests=config.access_log
+    )
+    runtime = create_runtime(config)
+    failure = trio.run(_run, config, runtime)
+    if failure is None and runtime.model is None:
+        # Stopped while it loaded. The loader's thread is still in the middle of native code,
+        # and an interpreter that shuts down around it aborts the process.
+        logging.shutdown()
+        os._exit(0)
+    if isinstance(failure, StartupError):
+        raise failure
+    if failure is not None:
+        logger.error("stopped by a failure: %s", failure)
+        return 1
+    return 0
+
+
+async def _run(config: Config, runtime: Runtime) -> Exception | None:
+    app = create_app(runtime, config)
+    failure: Exception | None = None
+    with open_stop_signals() as signals:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_drain_on_signals, signals, runtime)
+            nursery.start_soon(runtime.run)
+            try:
+                async with trio.open_nursery() as server:
+                    addresses = await server.start(
+                        partial(
+                            serve,
+                            app,
+                            listen_options(config),
+                            shutdown_trigger=runtime.wait_stopped,
+                        )
+                    )
+                    logger.info("listening on %s", ", ".join(addresses))
+                    server.start_soon(_announce, runtime, addresses[0])
+            except* TrioletError as group:
+                failure = group.exceptions[0]
+            nursery.cancel_scope.cancel(reason="the server has stopped")
+    return failure or runtime.failure
+
+
+async def _drain_on_signals(signals: AsyncIterator[signal.Signals], runtime: Runtime) -> None:
+    async for received in signals:
+        again = "again: ending them now" if runtime.phase is Phase.DRAINING else "draining"
+        logger.info("%s: %s (%d requests)", received.name, again, runtime.live_requests)
+        runtime.drain()
+
+
+async def _announce(runtime: Runtime, address: str) -> None:
+    """Say what to try, once there is something to try."""
+    await runtime.wait_started()
+    model = runtime.model
+    if runtime.phase is not Phase.READY or model is None:
+        return
+    click.echo(f"""
+Serving {model.names[0]} ({model.architecture}, {model.dtype}, {model.device}) on {address}
+
+  curl -N {address}/v1/chat/completions -H 'Content-Type: application/json' -d '
+    {{"model": "{model.names[0]}", "stream": true, "max_tokens": 64,
+     "messages": [{{"role": "user", "content": "What is a triolet?"}}]}}'
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{address}/v1", api_key="none")
+  for chunk in client.chat.completions.create(
+      model="{model.names[0]}", stream=True,
+      messages=[{{"role": "user", "content": "What is a triolet?"}}]):
+      print(chunk.choices[0].delta.content or "", end="", flush=True)
+
+  curl {address}/metrics
+
+Documentation: docs/tutorial/index.md, or `nox -s docs` for the whole book. Ctrl-C stops.
+""")
+
+
+def listen_options(config: Config) -> ListenOptions:
+    """Where to listen, as the configuration says."""
+    return ListenOptions(
+        host=config.host,
+        port=config.port,
+        uds=None if config.uds is None else Path(config.uds),
+        certfile=None if config.ssl_certfile is None else Path(config.ssl_certfile),
+        keyfile=None if config.ssl_keyfile is None else Path(config.ssl_keyfile),
+        send_timeout_s=config.send_timeout,
+        socket_send_buffer_bytes=config.socket_send_buffer,
+        keep_alive_timeout_s=config.keep_alive_timeout,
+        graceful_timeout_s=GRACEFUL_TIMEOUT_S,
+        max_connections=config.max_connections,
+    )

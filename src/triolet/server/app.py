@@ -1,0 +1,104 @@
+"""The ASGI application: routes, middleware, error handlers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.routing import Route
+
+from triolet.config import read_api_keys
+from triolet.core import EngineStatistics
+from triolet.errors import TrioletError
+from triolet.observe.metrics import Metrics, ServerState
+from triolet.runtime.lifecycle import Phase, Runtime
+from triolet.runtime.tokenizing import TokenizerGate
+from triolet.server.admin import Admin
+from triolet.server.auth import AuthMiddleware
+from triolet.server.chat import ChatEndpoint
+from triolet.server.completions import CompletionsEndpoint
+from triolet.server.exchange import Endpoint, ExchangeOptions, GenerationApp
+from triolet.server.http import (
+    RequestIdMiddleware,
+    on_exception,
+    on_http_exception,
+    on_triolet_error,
+)
+
+if TYPE_CHECKING:
+    from starlette.types import Lifespan
+
+    from triolet.config import Config
+    from triolet.runtime.record import RequestRecord
+
+
+def create_app(
+    runtime: Runtime, config: Config, *, lifespan: Lifespan[Starlette] | None = None
+) -> Starlette:
+    """The whole HTTP surface of one server.
+
+    Args:
+        runtime: Not necessarily running yet; until it is ready, requests get 503.
+        config: The server's settings.
+        lifespan: What to do around the life of an ASGI server that is not ours.
+
+    Raises:
+        ConfigError: The file with API keys cannot be read.
+    """
+    metrics = Metrics(lambda: _state(runtime))
+    runtime.on_record = lambda record: _count(metrics, record)
+    options = ExchangeOptions(
+        max_body_bytes=config.max_body_size,
+        commit_after_s=config.commit_after,
+        keepalive_s=config.keepalive,
+    )
+    gate = TokenizerGate()
+    generating: dict[str, Endpoint] = {
+        "/v1/chat/completions": ChatEndpoint(gate, config.request_timeout, config.seed),
+        "/v1/completions": CompletionsEndpoint(gate, config.request_timeout, config.seed),
+    }
+    return Starlette(
+        routes=[
+            *(
+                Route(
+                    path,
+                    GenerationApp(endpoint, runtime, options, metrics.rejected),
+                    methods=["POST"],
+                )
+                for path, endpoint in generating.items()
+            ),
+            *Admin(runtime, metrics).routes(),
+        ],
+        middleware=[
+            Middleware(RequestIdMiddleware),
+            Middleware(AuthMiddleware, keys=read_api_keys(config)),
+        ],
+        exception_handlers={
+            TrioletError: on_triolet_error,
+            HTTPException: on_http_exception,
+            Exception: on_exception,
+        },
+        lifespan=lifespan,
+    )
+
+
+def _state(runtime: Runtime) -> ServerState:
+    backend = runtime.backend()
+    return ServerState(
+        engine=EngineStatistics() if backend is None else backend.statistics(),
+        live_requests=runtime.live_requests,
+        ready=runtime.phase is Phase.READY,
+    )
+
+
+def _count(metrics: Metrics, record: RequestRecord) -> None:
+    first = record.first_token_ns
+    metrics.ended(
+        outcome=record.outcome,
+        prompt_tokens=record.usage.prompt_tokens,
+        output_tokens=record.usage.output_tokens,
+        duration_s=(record.ended_ns - record.admitted_ns) / 1e9,
+        first_token_s=None if first is None else (first - record.admitted_ns) / 1e9,
+    )

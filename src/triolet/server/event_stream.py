@@ -1,0 +1,202 @@
+"""A request's events on a response: as Server-Sent Events, or folded into one body.
+
+Both read the same log through the same door, so what is said cannot differ. Writing to the
+socket is the only thing here that can be stuck, and nothing of the engine hangs on it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import attrs
+import trio
+
+from triolet.output.events import ChoiceFinished, Completed, Failed, TextDelta, Usage
+from triolet.server.http import JsonResponse
+from triolet.wire.codec import encode
+from triolet.wire.common import error_body
+from triolet.wire.sse import DONE, KEEPALIVE, encode_data
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from starlette.types import Receive, Scope, Send
+
+    from triolet.output.events import OutputEvent
+    from triolet.runtime.request import RequestHandle
+
+#: What every proxy on the way needs to hear, or it holds tokens back.
+EVENT_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache, no-transform"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Answer(Protocol):
+    """One endpoint's way of saying what a request says. Lives as long as the request."""
+
+    @property
+    def id(self) -> str:
+        """The id in the body and in ``X-Request-Id``."""
+
+    def chunk(
+        self, delta: TextDelta, finish: ChoiceFinished | None, usage: Usage
+    ) -> Mapping[str, object]:
+        """A chunk with new text, or the end of a choice, or both; ``usage`` is up to here."""
+
+    def last_chunk(self, usage: Usage) -> Mapping[str, object] | None:
+        """The usage chunk after all choices have finished, if the client asked for one."""
+
+    def body(self, choices: Mapping[int, FoldedChoice], usage: Usage) -> Mapping[str, object]:
+        """The whole response at once."""
+
+
+@attrs.define
+class FoldedChoice:
+    """All deltas of one choice in one piece."""
+
+    parts: list[str] = attrs.field(factory=list)
+    token_ids: list[int] = attrs.field(factory=list)
+    finish: ChoiceFinished | None = None
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(self.parts)
+
+
+def fold(event: OutputEvent, choices: dict[int, FoldedChoice]) -> None:
+    """Add an event to what the choices have said so far."""
+    match event:
+        case TextDelta():
+            choice = choices.setdefault(event.choice, FoldedChoice())
+            choice.parts.append(event.text)
+            choice.token_ids += event.token_ids
+        case ChoiceFinished():
+            choices.setdefault(event.choice, FoldedChoice()).finish = event
+        case Completed() | Failed():
+            pass
+
+
+@attrs.define
+class ChunkEncoder:
+    """Turns batches of events into bytes of an event stream."""
+
+    answer: Answer
+    usage: Usage
+    #: Whether nothing has been said yet but, at most, an error.
+    silent: bool = attrs.field(default=True, init=False)
+
+    def encode(self, events: list[OutputEvent]) -> bytes:
+        """Bytes of all events. The last text of a choice travels with its finish."""
+        return b"".join(self._frames(events))
+
+    def _frames(self, events: list[OutputEvent]) -> Iterator[bytes]:
+        held: TextDelta | None = None
+        for event in events:
+            if held is not None:
+                if isinstance(event, ChoiceFinished) and event.choice == held.choice:
+                    yield self._chunk(held, event)
+                    held = None
+                    continue
+                yield self._chunk(held, None)
+                held = None
+            match event:
+                case TextDelta():
+                    held = event
+                case ChoiceFinished():
+                    yield self._chunk(TextDelta(event.choice, ""), event)
+                case Completed():
+                    last = self.answer.last_chunk(event.usage)
+                    if last is not None:
+                        yield encode_data(encode(last))
+                    yield DONE
+                case Failed():
+                    yield encode_data(encode(error_body(event.error)))
+        if held is not None:
+            yield self._chunk(held, None)
+
+    def _chunk(self, delta: TextDelta, finish: ChoiceFinished | None) -> bytes:
+        self.usage = attrs.evolve(
+            self.usage, output_tokens=self.usage.output_tokens + len(delta.token_ids)
+        )
+        if not delta.text and finish is None:
+            return b""  # ids without text yet: a chunk that says nothing is not sent
+        self.silent = False
+        return encode_data(encode(self.answer.chunk(delta, finish, self.usage)))
+
+
+async def write_event_stream(
+    handle: RequestHandle,
+    encoder: ChunkEncoder,
+    send: Send,
+    *,
+    commit_after_s: float,
+    keepalive_s: float,
+) -> None:
+    """Write a request as Server-Sent Events until its terminal event has been accepted.
+
+    Headers wait for the first event, or ``commit_after_s``: what fails before them still gets
+    an HTTP status. From then on ``keepalive_s`` of silence sends a comment. An error after the
+    headers ends the response without its last chunk, so that no client takes it for success.
+
+    Raises:
+        TrioletError: The request failed before the headers were sent.
+    """
+    headers_sent = False
+    deadline = trio.current_time() + commit_after_s
+    while True:
+        batch: list[tuple[int, OutputEvent]] = []
+        with trio.move_on_at(deadline):
+            batch = await handle.take()
+        events = [event for _, event in batch]
+        terminal = events[-1] if events else None
+        payload = encoder.encode(events) if batch or not headers_sent else KEEPALIVE
+        if isinstance(terminal, Failed) and not headers_sent and encoder.silent:
+            raise terminal.error
+        if not headers_sent and (payload or not batch):
+            await send(_start(encoder.answer.id))
+            headers_sent = True
+        if payload:
+            more = not isinstance(terminal, Completed)
+            await send({"type": "http.response.body", "body": payload, "more_body": more})
+            deadline = trio.current_time() + keepalive_s
+        elif not batch:
+            deadline = trio.current_time() + keepalive_s
+        if batch:
+            handle.delivered(batch[-1][0])
+        if isinstance(terminal, Completed | Failed):
+            return
+
+
+def _start(request_id: str) -> dict[str, object]:
+    return {
+        "type": "http.response.start",
+        "status": 200,
+        "headers": [*EVENT_STREAM_HEADERS, (b"x-request-id", request_id.encode("ascii"))],
+    }
+
+
+async def write_body(
+    handle: RequestHandle, answer: Answer, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Read a request to its end and write it as one JSON body.
+
+    Raises:
+        TrioletError: The request failed; nothing was sent.
+    """
+    choices: dict[int, FoldedChoice] = {}
+    usage: Usage | None = None
+    while usage is None:
+        batch = await handle.take()
+        for _, event in batch:
+            fold(event, choices)
+        handle.delivered(batch[-1][0])
+        terminal = batch[-1][1]
+        if isinstance(terminal, Failed):
+            raise terminal.error
+        if isinstance(terminal, Completed):
+            usage = terminal.usage
+    response = JsonResponse(answer.body(choices, usage), headers={"X-Request-Id": answer.id})
+    await response(scope, receive, send)

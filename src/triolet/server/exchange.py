@@ -1,0 +1,143 @@
+"""One HTTP request that generates, from the first byte of its body to its last answer."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import attrs
+import trio
+from starlette.types import Receive, Scope, Send
+
+from triolet.core import CancelCause, EngineRequest
+from triolet.errors import TrioletError
+from triolet.output.events import Usage
+from triolet.runtime.lifecycle import Runtime, TextOptions
+from triolet.runtime.request import RequestHandle
+from triolet.server.connection import RECORD_KEY
+from triolet.server.event_stream import Answer, ChunkEncoder, write_body, write_event_stream
+from triolet.server.http import ClientDisconnectedError, error_response, read_body
+
+if TYPE_CHECKING:
+    from triolet.runtime.lifecycle import Served
+
+logger = logging.getLogger(__name__)
+
+
+@attrs.frozen
+class Generation:
+    """What an endpoint made of a request body: one request for the engine and its answer."""
+
+    request: EngineRequest
+    text: TextOptions
+    answer: Answer
+    stream: bool
+    timeout_s: float
+
+
+class Endpoint(Protocol):
+    """An OpenAI endpoint that generates: how it reads a body and how it answers."""
+
+    async def prepare(self, body: bytes, scope: Scope, served: Served) -> Generation:
+        """Decode, validate, render and tokenize.
+
+        Raises:
+            ClientError: The request is at fault.
+        """
+
+
+@attrs.frozen
+class ExchangeOptions:
+    """The limits of one exchange. Seconds, bytes."""
+
+    max_body_bytes: int
+    commit_after_s: float
+    #: ``inf`` sends no keep-alives.
+    keepalive_s: float
+
+
+@attrs.frozen(eq=False)
+class GenerationApp:
+    """The ASGI app of one generating endpoint."""
+
+    endpoint: Endpoint
+    runtime: Runtime
+    options: ExchangeOptions
+    #: Told when a request was refused before it was admitted.
+    on_rejected: Callable[[], None]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        try:
+            await _Exchange(self, scope, receive, send).run()
+        except ClientDisconnectedError:
+            logger.debug("a client left while it sent its request")
+
+
+@attrs.define(eq=False)
+class _Exchange:
+    app: GenerationApp
+    scope: Scope
+    receive: Receive
+    send: Send
+    handle: RequestHandle | None = None
+
+    async def run(self) -> None:
+        """Answer, and watch for the client's leaving all the while.
+
+        The watcher sits in ``receive`` from the last byte of the body on: nothing else tells
+        that a client has left. It cancels the request itself, since the writer may be stuck in
+        a send that no cancellation reaches, and then whatever of the writer can be cancelled.
+        """
+        try:
+            self.app.runtime.served  # noqa: B018 - refuse before the body is read
+            body = await read_body(
+                self.scope, self.receive, limit_bytes=self.app.options.max_body_bytes
+            )
+        except TrioletError as error:
+            await self._refuse(error)
+            return
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch, nursery.cancel_scope)
+            try:
+                await self._answer(body)
+            except TrioletError as error:
+                await self._refuse(error)
+            nursery.cancel_scope.cancel(reason="answered")
+
+    async def _watch(self, scope: trio.CancelScope) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        if self.handle is not None:
+            # Our own listener says so where it was the one that hung up.
+            record = self.scope.get("state", {}).get(RECORD_KEY)
+            self.handle.cancel(getattr(record, "ended_by", None) or CancelCause.DISCONNECT)
+        scope.cancel(reason="the client disconnected")
+
+    async def _answer(self, body: bytes) -> None:
+        runtime, options = self.app.runtime, self.app.options
+        generation = await self.app.endpoint.prepare(body, self.scope, runtime.served)
+        self.handle = handle = runtime.admit(
+            generation.request, generation.text, timeout_s=generation.timeout_s
+        )
+        try:
+            if not generation.stream:
+                await write_body(handle, generation.answer, self.scope, self.receive, self.send)
+                return
+            await write_event_stream(
+                handle,
+                ChunkEncoder(generation.answer, Usage(len(generation.request.prompt_ids))),
+                self.send,
+                commit_after_s=options.commit_after_s,
+                keepalive_s=options.keepalive_s or math.inf,
+            )
+        finally:
+            # However the reader leaves: a request without a reader ends. No-op after an end.
+            handle.cancel(CancelCause.DISCONNECT)
+
+    async def _refuse(self, error: TrioletError) -> None:
+        if self.handle is None:
+            self.app.on_rejected()
+        await error_response(error)(self.scope, self.receive, self.send)

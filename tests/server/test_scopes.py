@@ -1,0 +1,272 @@
+"""Contract §1, §9, §10: whatever ends a request ends it once and frees all it held."""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+import pytest
+import trio
+from tests.server.reading import CHAT, STREAM, chunks, error, events, held, text
+from trio.testing import wait_all_tasks_blocked
+
+from triolet.config import Config
+from triolet.core import RequestId
+from triolet.runtime.lifecycle import Phase
+from triolet.testing.asgi import open_server
+from triolet.testing.engine import ScriptedBackend, say, serve_script
+
+# Short of what is tokenized in a thread, which a virtual clock would not wait for.
+LONG = {**STREAM, "messages": [{"role": "user", "content": "x" * 2000}]}
+PATH = "/v1/chat/completions"
+
+
+@pytest.fixture
+def no_gc():
+    """Nothing may rely on the garbage collector."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def outcomes(caplog):
+    """The outcomes of the requests that ended, in order."""
+    caplog.set_level(logging.INFO, logger="triolet.requests")
+
+    def ended() -> list[str]:
+        return [record.args[1] for record in caplog.records if record.name == "triolet.requests"]
+
+    return ended
+
+
+def served(**options):
+    return serve_script(ScriptedBackend(say("ab " * 1000), **options))
+
+
+async def settle() -> None:
+    """Let everything happen that needs no passing of time."""
+    await wait_all_tasks_blocked()
+
+
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_disconnect_while_decoding_frees_all_within_a_step(mock_clock, outcomes, stream):
+    async with open_server(served(step_s=1.0)) as server:
+        exchange = server.client.start("POST", PATH, json_body={**LONG, "stream": stream})
+        for _ in range(20):
+            await settle()
+            mock_clock.jump(1.0)
+        await settle()
+        blocks, rows, live = held(server)
+        assert blocks > 0
+        assert (rows, live) == (1, 1)
+        exchange.disconnect()
+        await settle()  # no step passes
+        assert held(server) == (0, 0, 0)
+        assert outcomes() == ["cancelled:disconnect"]
+
+
+@pytest.mark.usefixtures("no_gc")
+async def test_a_disconnect_in_the_middle_of_prefill_frees_all(mock_clock, outcomes):
+    async with open_server(served(step_s=1.0, max_num_batched_tokens=256)) as server:
+        exchange = server.client.start("POST", PATH, json_body=LONG)
+        for _ in range(3):
+            await settle()
+            mock_clock.jump(1.0)
+        await settle()
+        statistics = server.runtime.backend().statistics()
+        assert 0 < statistics.steps * 256 < 2000
+        assert statistics.output_tokens == 0
+        exchange.disconnect()
+        await settle()
+        assert held(server) == (0, 0, 0)
+        assert outcomes() == ["cancelled:disconnect"]
+
+
+@pytest.mark.usefixtures("no_gc")
+async def test_a_disconnect_in_the_queue_never_costs_a_step(mock_clock, outcomes):
+    async with open_server(served(step_s=1.0, max_num_seqs=1)) as server:
+        first = server.client.start("POST", PATH, json_body=STREAM)
+        await settle()
+        second = server.client.start("POST", PATH, json_body=LONG)
+        await settle()
+        second.disconnect()
+        await settle()
+        assert outcomes() == ["cancelled:disconnect"]
+        mock_clock.jump(1.0)
+        await settle()
+        statistics = server.runtime.backend().statistics()
+        assert (statistics.waiting, statistics.prompt_tokens) == (0, 6)
+        first.disconnect()
+        await settle()
+        assert held(server) == (0, 0, 0)
+
+
+async def test_a_stop_string_frees_the_engine_at_once(mock_clock):
+    async with open_server(served(step_s=1.0)) as server:
+        exchange = server.client.start("POST", PATH, json_body={**STREAM, "stop": " "})
+        for _ in range(4):
+            await settle()
+            mock_clock.jump(1.0)
+        await settle()
+        # Nobody has read the answer yet, and the engine is free all the same.
+        assert held(server) == (0, 0, 0)
+        assert text(chunks(await exchange.read())) == "ab"
+
+
+async def test_repeated_and_late_aborts_are_counted_no_ops(mock_clock):
+    async with open_server(served(step_s=1.0)) as server:
+        backend = server.runtime.backend()
+        exchange = server.client.start("POST", PATH, json_body=STREAM)
+        await settle()
+        (handle,) = server.runtime._handles.values()
+        exchange.disconnect()
+        await settle()
+        aborted = backend.statistics().late_aborts
+        for _ in range(3):
+            handle.cancel("timeout")
+            backend.abort(handle.id)
+        backend.abort(RequestId("never heard of"))
+        await settle()
+        assert backend.statistics().late_aborts - aborted == 4
+        assert handle.record.outcome == "cancelled:disconnect"
+
+
+async def test_a_deadline_before_the_first_token_is_a_504(autojump_clock, outcomes):
+    async with open_server(served(step_s=10.0)) as server:
+        response = await server.client.request(
+            "POST", PATH, json_body=STREAM, headers={"X-Request-Timeout": "3"}
+        )
+        assert held(server) == (0, 0, 0)
+    assert response.status == 504
+    assert response.headers["x-should-retry"] == "false"
+    assert error(response)["code"] == "timeout"
+    assert outcomes() == ["cancelled:timeout"]
+
+
+async def test_a_deadline_after_it_is_an_error_event(autojump_clock, outcomes):
+    async with open_server(served(step_s=1.0), Config(request_timeout=3.5)) as server:
+        response = await server.client.request("POST", PATH, json_body={**STREAM, "timeout": 1e9})
+    *deltas, last = events(response.body)
+    assert text(deltas) == "ab "
+    assert last["error"]["code"] == "timeout"
+    assert not response.complete
+    assert outcomes() == ["cancelled:timeout"]
+
+
+async def test_a_drain_lets_running_requests_finish_and_refuses_new_ones(autojump_clock):
+    backend = ScriptedBackend(say("abcdef"), step_s=1.0)
+    async with open_server(serve_script(backend), Config(drain_timeout=20)) as server:
+        exchange = server.client.start("POST", PATH, json_body=STREAM)
+        await exchange.next_body()
+        server.runtime.drain()
+        refused = await server.client.request("POST", PATH, json_body=CHAT)
+        ready = await server.client.request("GET", "/ready")
+        health = await server.client.request("GET", "/health")
+        response = await exchange.read()
+        await server.runtime.wait_stopped()
+    assert (refused.status, error(refused)["code"]) == (503, "draining")
+    assert refused.headers["retry-after"] == "5"
+    assert (ready.status, health.status) == (503, 200)
+    assert events(response.body)[-1] == "[DONE]"
+
+
+async def test_what_outlasts_the_drain_ends_with_an_error_event(autojump_clock, outcomes):
+    async with open_server(served(step_s=1.0), Config(drain_timeout=5)) as server:
+        exchange = server.client.start("POST", PATH, json_body=STREAM)
+        await exchange.next_body()
+        started = trio.current_time()
+        server.runtime.drain()
+        response = await exchange.read()
+        await server.runtime.wait_stopped()
+        assert trio.current_time() - started == pytest.approx(5)
+    assert error_of_stream(response) == "shutdown"
+    assert outcomes() == ["cancelled:shutdown"]
+
+
+async def test_a_second_drain_ends_them_at_once(autojump_clock):
+    async with open_server(served(step_s=1.0), Config(drain_timeout=500)) as server:
+        exchange = server.client.start("POST", PATH, json_body=STREAM)
+        await exchange.next_body()
+        started = trio.current_time()
+        server.runtime.drain()
+        server.runtime.drain()
+        response = await exchange.read()
+        await server.runtime.wait_stopped()
+        assert trio.current_time() == started
+    assert error_of_stream(response) == "shutdown"
+
+
+async def test_a_client_that_does_not_read_cannot_hold_the_drain(autojump_clock):
+    async with open_server(served(), Config(drain_timeout=0)) as server:
+        server.client.start("POST", PATH, json_body=STREAM)
+        await settle()
+        server.runtime.drain()
+        with trio.fail_after(1):
+            await server.runtime.wait_stopped()
+        assert held(server) == (0, 0, 0)
+
+
+async def test_a_dead_engine_fails_every_request_and_stops_the_server(autojump_clock, outcomes):
+    backend = ScriptedBackend(say("ab " * 1000), step_s=1.0, die_after_steps=3)
+    async with open_server(serve_script(backend)) as server:
+        exchange = server.client.start("POST", PATH, json_body=STREAM)
+        response = await exchange.read()
+        await server.runtime.wait_stopped()
+        refused = await server.client.request("POST", PATH, json_body=CHAT)
+        health = await server.client.request("GET", "/health")
+    assert error_of_stream(response) == "engine_down"
+    assert (refused.status, error(refused)["code"]) == (503, "engine_down")
+    assert health.status == 503
+    assert server.runtime.failure is not None
+    assert server.runtime.phase is Phase.STOPPED
+    assert outcomes() == ["failed"]
+
+
+@pytest.mark.slow
+async def test_a_reader_that_lags_pauses_its_request_and_loses_nothing(autojump_clock):
+    config = Config(max_stream_buffer=4096)
+    async with open_server(served(step_s=0.001), config) as server:
+        backend = server.runtime.backend()
+        lagging = server.client.start("POST", PATH, json_body=STREAM)
+        await lagging.next_message()
+        other = await server.client.request("POST", PATH, json_body=STREAM)
+        assert text(chunks(other)) == "ab " * 1000
+        statistics = backend.statistics()
+        assert statistics.paused == 1
+        (handle,) = server.runtime._handles.values()
+        # What was under way when the pause took effect: one step.
+        assert handle._hub.log.peak_bytes <= 4096 + 64
+        body = b""
+        while not body.endswith(b"[DONE]\n\n"):
+            body += await lagging.next_body()
+        assert text(events(body)[:-1]) == "ab " * 1000
+        assert backend.statistics().paused == 0
+
+
+async def test_a_full_server_says_when_to_come_back(autojump_clock, outcomes):
+    config = Config(max_num_seqs=1, max_num_queued_reqs=1)
+    async with open_server(served(step_s=1.0, max_num_seqs=1), config) as server:
+        held_open = [server.client.start("POST", PATH, json_body=STREAM) for _ in range(2)]
+        await settle()
+        refused = await server.client.request("POST", PATH, json_body=STREAM)
+        assert (refused.status, error(refused)["code"]) == (429, "queue_full")
+        assert int(refused.headers["retry-after"]) >= 1
+        for exchange in held_open:
+            exchange.disconnect()
+        await settle()
+        assert held(server) == (0, 0, 0)
+        metrics = (await server.client.request("GET", "/metrics")).body.decode()
+    assert 'triolet_requests_total{outcome="rejected"} 1.0' in metrics
+    assert 'triolet_requests_total{outcome="cancelled:disconnect"} 2.0' in metrics
+
+
+def error_of_stream(response) -> str:
+    assert response.status == 200
+    assert not response.complete
+    *deltas, last = events(response.body)
+    assert "[DONE]" not in deltas
+    code: str = last["error"]["code"]
+    return code
