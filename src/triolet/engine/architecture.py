@@ -1,0 +1,257 @@
+"""Which models the engine computes correctly, decided before the first request.
+
+Two lines of defence. :func:`check_architecture` reads what a model says of itself and refuses,
+with a reason, what is known not to work. :func:`check_logits` believes nothing: it runs the
+loaded model through our attention in the ways an engine does (uneven chunks, mixed steps, decode
+beside a stranger, scattered pages) and compares every logit with the model's own eager attention.
+A model that fails either is not served: there is no warning and no approximation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from triolet.core import RequestId, SamplingParams
+from triolet.engine.attention import NAME, Step, compute_logits
+from triolet.engine.kv import KvPool, KvShape
+from triolet.engine.plan import Chunk
+from triolet.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+_LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
+
+#: Where configurations say that a token may see later ones.
+_BIDIRECTIONAL_FLAGS: Final = ("use_bidirectional_attention", "bidirectional")
+
+#: Largest error of any position's logits in float32. Rounding is at 1e-5 in a trained model and
+#: at 2e-6 in random ones; a window off by one, or a scale ignored, was at 0.2 or above.
+_TOLERANCE: Final = 1e-3
+#: Median error of the positions in the model's own dtype; the median because one rounded number
+#: can send a token to another expert.
+_ROUGH_TOLERANCE: Final = 0.5
+
+# The self-check. The prompt is longer than the window, the window is no multiple of the page, and
+# no chunk ends where a page does.
+_CHECK_WINDOW: Final = 9
+_CHECK_PAGE: Final = 4
+_CHECK_TOKENS: Final = 32
+_CHECK_CHUNKS: Final = (18, 11, 1, 1, 1)
+_STRANGER_CHUNKS: Final = (13, 1, 1, 6, 1)
+_CHECK_SEED: Final = 1
+
+
+def check_architecture(model: PreTrainedModel) -> None:
+    """Refuse what is known not to work.
+
+    Raises:
+        UnsupportedModelError: With the first reason found.
+    """
+    for reason in (*_faults_of_class(model), *_faults_of_config(model)):
+        raise UnsupportedModelError(f"{type(model).__name__} {reason}.")
+
+
+def _faults_of_class(model: PreTrainedModel) -> Iterator[str]:
+    if model.config.is_encoder_decoder:
+        yield "is an encoder-decoder; only decoders are served"
+    if not model._supports_attention_backend:  # noqa: SLF001 - transformers' own flag for this
+        yield (
+            "does not use transformers' attention interface, so its attention cannot be "
+            "replaced by the engine's"
+        )
+    if getattr(model, "_is_stateful", False):
+        yield "keeps state other than keys and values"
+    for rope_type in sorted(_rope_types(model)):
+        if "dynamic" in rope_type or rope_type == "longrope":
+            yield (
+                f"uses {rope_type} rotary embeddings, which would make a request's result depend "
+                "on the longest one beside it"
+            )
+
+
+def _faults_of_config(model: PreTrainedModel) -> Iterator[str]:
+    config: Any = model.config.get_text_config(decoder=True)
+    strange = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    if strange:
+        yield (
+            f"has layers of type {', '.join(strange)}; only full and sliding attention are computed"
+        )
+    for flag in _BIDIRECTIONAL_FLAGS:
+        if getattr(config, flag, False):
+            yield f"attends in both directions ({flag})"
+    if getattr(config, "is_causal", True) is False:
+        yield "attends in both directions (is_causal is false)"
+    if getattr(config, "max_position_embeddings", _CHECK_TOKENS) < _CHECK_TOKENS:
+        yield f"has a context of less than {_CHECK_TOKENS} tokens"
+
+
+def _rope_types(model: PreTrainedModel) -> set[str]:
+    """The kinds of rotary embedding that the model's modules say they compute."""
+    found: set[str] = set()
+    for module in model.modules():
+        rope_type: Any = getattr(module, "rope_type", None)
+        kinds = rope_type.values() if isinstance(rope_type, dict) else (rope_type,)
+        found.update(kind for kind in kinds if isinstance(kind, str))
+    return found
+
+
+def check_logits(model: PreTrainedModel) -> None:
+    """Compare our attention with the model's own, and warm the model up; a dozen small forwards.
+
+    Whether the attention is the same is decided in float32, whatever the model is in: half
+    precision errs by so much in a trained model (18 % of the logits' deviation, measured on
+    SmolLM2 in bfloat16) that a mistake could hide in it. A model in half precision then runs in
+    its own dtype too, where it must come close.
+
+    The model's attention implementation must be switchable; it is ours afterwards.
+
+    Raises:
+        UnsupportedModelError: The logits differ, not every layer attends through us, or the
+            model cannot be run at all.
+    """
+    name = type(model).__name__
+    try:
+        # Not inference_mode: parameters are put aside and back in between.
+        with torch.no_grad(), _short_window(model):
+            with _lifted(model):
+                error = float(_errors(model, torch.float32).max())
+            rough = 0.0
+            if model.dtype != torch.float32:
+                rough = float(_errors(model, model.dtype).median())
+    except (RuntimeError, ValueError, TypeError, KeyError) as fault:
+        raise UnsupportedModelError(
+            f"{name} cannot be run under the engine's attention ({type(fault).__name__})."
+        ) from fault
+    # Not "error > tolerance": that would let NaN pass.
+    if not (error <= _TOLERANCE and rough <= _ROUGH_TOLERANCE):
+        raise UnsupportedModelError(
+            f"{name} computes other logits under the engine's attention than under its own "
+            f"(relative error {error:.1e} in float32, {rough:.1e} in {model.dtype})."
+        )
+
+
+def _errors(model: PreTrainedModel, dtype: torch.dtype) -> Tensor:
+    """Per position of both sequences: |ours - own| / |own - mean(own)|, as L2 norms."""
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    # A generator of its own: loading a model must not disturb anybody's random numbers.
+    dice = torch.Generator().manual_seed(_CHECK_SEED)
+    ids = torch.randint(0, vocabulary, (2, _CHECK_TOKENS), generator=dice).to(model.device)
+    lengths = (sum(_CHECK_CHUNKS), sum(_STRANGER_CHUNKS))
+    model.set_attn_implementation(NAME)
+    ours = torch.cat(_paged_logits(model, ids.tolist(), dtype)).double()
+    model.set_attn_implementation("eager")
+    try:
+        rows = [row[None, :length] for row, length in zip(ids, lengths, strict=True)]
+        own = torch.cat([model(input_ids=row, use_cache=False).logits[0] for row in rows]).double()
+    finally:
+        model.set_attn_implementation(NAME)
+    error: Tensor = (ours - own).norm(dim=-1) / (own - own.mean(-1, keepdim=True)).norm(dim=-1)
+    return error
+
+
+@contextlib.contextmanager
+def _lifted(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model compute in float32: each module's parameters are, while its forward runs.
+
+    So there is never a second copy of the model, only of one module.
+    """
+    at_rest: dict[torch.nn.Parameter, Tensor] = {}
+
+    def lift(module: torch.nn.Module, _args: object) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point() and parameter.dtype != torch.float32:
+                at_rest[parameter] = parameter.data
+                parameter.data = parameter.data.float()
+
+    def lower(module: torch.nn.Module, _args: object, _output: object) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter in at_rest:
+                parameter.data = at_rest.pop(parameter)
+
+    with contextlib.ExitStack() as hooks:
+        for module in model.modules():
+            hooks.callback(module.register_forward_pre_hook(lift).remove)
+            hooks.callback(module.register_forward_hook(lower, always_call=True).remove)
+        try:
+            yield
+        finally:
+            for parameter, data in at_rest.items():
+                parameter.data = data
+
+
+def _paged_logits(model: PreTrainedModel, ids: list[list[int]], dtype: torch.dtype) -> list[Tensor]:
+    """All logits of both sequences, computed together in steps: ``[tokens, vocabulary]`` each."""
+    shape = KvShape.of(model.config)
+    pages = _CHECK_TOKENS // _CHECK_PAGE
+    pool = KvPool(
+        shape,
+        num_blocks=2 * pages,
+        block_size=_CHECK_PAGE,
+        dtype=dtype,
+        device=model.device,
+    )
+    # Each sequence has every other page, the last one first.
+    tables = [tuple(range(2 * pages - 1 - i, -1, -2)) for i in range(2)]
+    starts = [0, 0]
+    logits: list[list[Tensor]] = [[], []]
+    for lengths in zip(_CHECK_CHUNKS, _STRANGER_CHUNKS, strict=True):
+        chunks = [
+            _chunk(i, ids[i][starts[i] : starts[i] + lengths[i]], starts[i], tables[i])
+            for i in range(2)
+        ]
+        step = Step(chunks, pool)
+        total = sum(lengths)
+        # Backwards, so that a model that misreads the index shows it.
+        keep = torch.arange(total - 1, -1, -1, device=model.device)
+        rows = compute_logits(model, step, keep).flip(0)
+        if len(step.layers) != shape.num_layers:
+            raise UnsupportedModelError(
+                f"Only {len(step.layers)} of {shape.num_layers} layers of {type(model).__name__} "
+                "attend through the attention interface."
+            )
+        for i, last in enumerate(step.last_tokens):
+            logits[i].append(rows[last - lengths[i] + 1 : last + 1])
+            starts[i] += lengths[i]
+    return [torch.cat(parts) for parts in logits]
+
+
+def _chunk(row: int, token_ids: list[int], start: int, blocks: tuple[int, ...]) -> Chunk:
+    return Chunk(
+        request_id=RequestId(f"check-{row}"),
+        row=row,
+        token_ids=tuple(token_ids),
+        start=start,
+        blocks=blocks,
+        samples=True,
+        sampling=SamplingParams(max_tokens=1, temperature=0.0),
+        output_index=0,
+    )
+
+
+@contextlib.contextmanager
+def _short_window(model: PreTrainedModel) -> Iterator[None]:
+    """Shorten the model's sliding windows, so that a short prompt is longer than they are.
+
+    Configuration and modules both: the masks read one, the layers the other. A model that keeps
+    its window anywhere else then fails the check, which is the safe way to be wrong.
+    """
+    holders: list[Any] = [model.config, model.config.get_text_config(decoder=True)]
+    holders += model.modules()
+    changed: list[tuple[Any, int]] = []
+    try:
+        for holder in holders:
+            window = getattr(holder, "sliding_window", None)
+            if isinstance(window, int) and window > _CHECK_WINDOW:
+                changed.append((holder, window))
+                holder.sliding_window = _CHECK_WINDOW
+        yield
+    finally:
+        for holder, window in changed:
+            holder.sliding_window = window

@@ -1,0 +1,102 @@
+"""The paged key/value memory of the engine: one pool of pages per layer."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@attrs.frozen
+class KvShape:
+    """What one token leaves behind in one layer, as the model's configuration tells it."""
+
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> KvShape:
+        """Read the shape from a transformers configuration.
+
+        Architectures whose keys and values differ from it (latent attention, for one) are
+        refused by the attention function when it sees the first tensor.
+        """
+        text: Any = config.get_text_config(decoder=True)
+        heads = text.num_attention_heads
+        return cls(
+            num_layers=text.num_hidden_layers,
+            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        )
+
+
+def bytes_per_block(config: PretrainedConfig, *, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes that one block takes over all layers, keys and values together.
+
+    Args:
+        config: The model's configuration.
+        block_size: Tokens per block.
+        dtype: The model's dtype; keys and values are stored as they are computed.
+    """
+    shape = KvShape.of(config)
+    return 2 * shape.num_layers * block_size * shape.kv_heads * shape.head_dim * dtype.itemsize
+
+
+class KvPool:
+    """Keys and values of all sequences: per layer ``[pages, page_size, kv_heads, head_dim]``.
+
+    A token's slot is ``page * page_size + offset``; ``keys`` and ``values`` are the same memory
+    as views by slot, ``[pages * page_size, kv_heads, head_dim]``, and ``key_pages`` and
+    ``value_pages`` as views by page. The layout is the one that
+    ``torch.nn.attention.varlen.varlen_attn`` takes with a block table.
+
+    Nothing is ever cleared: what a page held before is masked by whoever reads it. That is
+    sound only for finite numbers (a weight of 0 times NaN is NaN), so after a step with
+    non-finite logits the engine drops the pool and builds a new one.
+    """
+
+    def __init__(
+        self,
+        shape: KvShape,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = device
+        size = (num_blocks, block_size, shape.kv_heads, shape.head_dim)
+        # A tensor made under inference_mode could not be written outside it.
+        with torch.inference_mode(mode=False):
+            self.key_pages = self._pages(size)
+            self.value_pages = self._pages(size)
+        self.keys = [pages.flatten(0, 1) for pages in self.key_pages]
+        self.values = [pages.flatten(0, 1) for pages in self.value_pages]
+
+    def _pages(self, size: tuple[int, ...]) -> list[torch.Tensor]:
+        return [
+            _zeros(size, dtype=self.dtype, device=self.device) for _ in range(self.shape.num_layers)
+        ]
+
+
+def _zeros(size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that take no memory before they are first written, where the device allows it.
+
+    ``torch.zeros`` writes them out: seconds and gigabytes at start for a pool that a quiet
+    server never fills. NumPy asks the system for zeroed pages, which come when they are touched.
+    """
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(size)

@@ -1,0 +1,188 @@
+"""What the engine thread drives: plan a step, run it, say what came of it.
+
+Theory of operation
+-------------------
+
+The thread that owns an :class:`Engine` is the only one that touches it. It hands in what
+clients want (``add``, ``abort``, ``pause``, ``resume``), and calls :meth:`Engine.step` while
+``has_work``. Nothing here waits.
+
+A step that fails in the runner (out of memory, a bad kernel) costs the requests of that step
+and nothing else: they end as failures, the runner rebuilds its KV, every other sequence that
+had KV is computed again, and the engine lives on. Where that does not help, it raises
+:class:`~triolet.errors.EngineError`, and the thread is meant to die of it.
+
+A sampled id outside the vocabulary is the failure of its own request alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import attrs
+
+from triolet.core import RequestFailure, RequestId, StepResult
+from triolet.engine.scheduler import Scheduler
+from triolet.errors import ClientError, EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from triolet.core import EngineRequest, EngineStatistics
+    from triolet.engine.plan import StepPlan
+
+logger = logging.getLogger(__name__)
+
+# Steps. A request that breaks its step goes with that step, so a few in a row can still be a
+# few bad requests; a device that has gone fails them all, and each costs a rebuilt KV pool.
+MAX_CONSECUTIVE_FAILURES = 5
+
+_STEP_FAILURE = (
+    "The model failed while it computed this request. Try again, and report it if it happens again."
+)
+_ID_FAILURE = "The model produced a token outside its vocabulary; this request cannot go on."
+
+
+class Runner(Protocol):
+    """Runs the model. Owns the KV tensors, the attention and the sampler."""
+
+    def run(self, plan: StepPlan) -> Sequence[int]:
+        """Compute all chunks of a step.
+
+        Returns one sampled id per chunk with ``samples``, in the order of the chunks.
+        """
+
+    def reset(self) -> None:
+        """Rebuild the KV after a failed step. What it held is lost."""
+
+
+@attrs.define(eq=False)
+class Engine:
+    """Drives a scheduler and a runner; the module says how.
+
+    ``clock`` gives nanoseconds and never goes back. With ``vocab_size``, sampled ids at or
+    above it fail their request; negative ones always do.
+    """
+
+    _scheduler: Scheduler
+    _runner: Runner
+    _clock: Callable[[], int] = time.monotonic_ns
+    _vocab_size: int | None = attrs.field(default=None, kw_only=True)
+    _step: int = attrs.field(default=0, init=False)
+    _failed_in_a_row: int = attrs.field(default=0, init=False)
+    # Requests refused in add(); the next step says so. Emptied there, so as bounded as
+    # what the caller adds between two steps.
+    _refused: list[RequestFailure] = attrs.field(factory=list, init=False)
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. One that can never run is a failure of the next step.
+
+        Raises:
+            EngineError: The id is held already.
+        """
+        try:
+            self._scheduler.add(request)
+        except ClientError as error:
+            self._refused.append(RequestFailure(request.id, error.message))
+
+    def abort(self, request_id: RequestId) -> None:
+        """Drop a request; a no-op, but counted, where the id is not held."""
+        self._scheduler.abort(request_id)
+
+    def pause(self, request_id: RequestId) -> None:
+        """Compute nothing for this request until resumed. Idempotent."""
+        self._scheduler.pause(request_id)
+
+    def resume(self, request_id: RequestId) -> None:
+        """Undo :meth:`pause`. Idempotent."""
+        self._scheduler.resume(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether :meth:`step` has anything to say. Not so while all requests are paused."""
+        return bool(self._refused) or self._scheduler.has_work
+
+    def statistics(self) -> EngineStatistics:
+        """What the engine holds now."""
+        return self._scheduler.statistics()
+
+    def step(self) -> StepResult | None:
+        """Compute one step, or return ``None`` where there is no work.
+
+        Raises:
+            EngineError: The runner cannot be brought back. The engine is of no use any more.
+        """
+        started_ns = self._clock()
+        failures, self._refused = self._refused, []
+        plan = self._scheduler.plan()
+        if plan is None and not failures:
+            return None
+        outputs = []
+        first_scheduled: tuple[RequestId, ...] = ()
+        sampled_ns = started_ns
+        if plan is not None:
+            first_scheduled = plan.first_scheduled
+            sampled = self._run(plan)
+            sampled_ns = self._clock()
+            if sampled is None:
+                failures += self._recover(plan)
+            else:
+                self._failed_in_a_row = 0
+                failures += self._drop_impossible(plan, sampled)
+                outputs = self._scheduler.apply(plan, sampled)
+        self._step += 1
+        return StepResult(
+            step=self._step,
+            outputs=tuple(outputs),
+            failures=tuple(failures),
+            first_scheduled=first_scheduled,
+            started_ns=started_ns,
+            sampled_ns=sampled_ns,
+        )
+
+    def _run(self, plan: StepPlan) -> Sequence[int] | None:
+        """The sampled ids, or ``None`` where the step failed."""
+        try:
+            sampled = self._runner.run(plan)
+            _expect_count(plan, sampled)
+        except Exception:
+            logger.exception("Step failed with %d sequences in it", len(plan.chunks))
+            return None
+        return sampled
+
+    def _recover(self, plan: StepPlan) -> list[RequestFailure]:
+        dropped = self._scheduler.fail(plan)
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= MAX_CONSECUTIVE_FAILURES:
+            raise EngineError(
+                f"{self._failed_in_a_row} steps failed in a row; the log has the traceback of each."
+            )
+        try:
+            self._runner.reset()
+        except Exception as error:
+            raise EngineError("The KV pool could not be rebuilt after a failed step.") from error
+        return [RequestFailure(request_id, _STEP_FAILURE) for request_id in dropped]
+
+    def _drop_impossible(self, plan: StepPlan, sampled: Sequence[int]) -> list[RequestFailure]:
+        """Abort whoever sampled an impossible id, so that apply() drops token and sequence."""
+        failures = []
+        sampling = [chunk for chunk in plan.chunks if chunk.samples]
+        for chunk, token in zip(sampling, sampled, strict=True):
+            if token >= 0 and (self._vocab_size is None or token < self._vocab_size):
+                continue
+            logger.error(
+                "Request %s sampled id %d, outside the vocabulary", chunk.request_id, token
+            )
+            if self._scheduler.abort(chunk.request_id):
+                failures.append(RequestFailure(chunk.request_id, _ID_FAILURE))
+        return failures
+
+
+def _expect_count(plan: StepPlan, sampled: Sequence[int]) -> None:
+    if len(sampled) != plan.samples:
+        raise EngineError(
+            f"The runner gave {len(sampled)} ids for a step that samples {plan.samples}."
+        )
