@@ -1,0 +1,279 @@
+"""What the OpenAI endpoints share: limits, generation fields, refused fields, usage, errors.
+
+Every field that OpenAI's API or vLLM's well-known extensions define is in one of three places:
+
+- a field of a request type: supported, or accepted because it cannot change the result;
+- the ``refuses`` table of a request type: it would change the result and is not supported yet,
+  so it is refused unless it has a value that changes nothing;
+- nowhere: unknown, and ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, ClassVar, TypedDict
+
+import attrs
+
+from triolet.errors import InvalidRequestError
+from triolet.wire.codec import FieldError, Length, ReadBy, Within, mismatch, read_object
+
+if TYPE_CHECKING:
+    from triolet.errors import TrioletError
+
+#: Characters of a model name. Hub names end at 96 on each side of the slash; a path may be longer.
+MAX_NAME_CHARACTERS = 512
+#: Characters of a label that is only carried along (``user``, ``service_tier``, cache keys).
+MAX_LABEL_CHARACTERS = 512
+#: OpenAI's limits of ``metadata``; it is carried into records, so it must stay small.
+MAX_METADATA_PAIRS = 16
+MAX_METADATA_KEY_CHARACTERS = 64
+MAX_METADATA_VALUE_CHARACTERS = 512
+#: OpenAI takes 4. Role-play and agent front ends send one per speaker, and 32 is beyond theirs;
+#: each costs memory in the matcher of every choice.
+MAX_STOPS = 32
+#: Characters of one stop string: a paragraph. Text up to this length may have to be held back.
+MAX_STOP_CHARACTERS = 1024
+#: More than any model has end-of-turn tokens.
+MAX_STOP_TOKEN_IDS = 256
+#: The engine keeps ids in signed 32-bit tensors; the model's vocabulary is checked later.
+MAX_TOKEN_ID = 2**31 - 1
+
+_UINT64 = 2**64
+
+
+def _read_stop(value: object) -> tuple[str, ...]:
+    if type(value) is str:
+        return (_read_one_stop(value),)
+    if type(value) is not list:
+        raise mismatch("a string or an array of strings", value)
+    if len(value) > MAX_STOPS:
+        raise FieldError(f"must have at most {MAX_STOPS} strings, not {len(value)}.")
+    stops: list[str] = []
+    for index, item in enumerate(value):
+        try:
+            stops.append(_read_one_stop(item))
+        except FieldError as error:
+            raise error.under(index) from None
+    return tuple(stops)
+
+
+def _read_one_stop(value: object) -> str:
+    if type(value) is not str:
+        raise mismatch("a string", value)
+    if not value:
+        raise FieldError("must not be empty: every text contains the empty string.")
+    if len(value) > MAX_STOP_CHARACTERS:
+        raise FieldError(f"must have at most {MAX_STOP_CHARACTERS} characters, not {len(value)}.")
+    return value
+
+
+def _read_seed(value: object) -> int:
+    # The JSON parser gives a float for an integer beyond 64 bits, signed or unsigned.
+    if type(value) is not int:
+        raise mismatch("an integer of at most 64 bits", value)
+    return value % _UINT64
+
+
+def _read_top_k(value: object) -> int:
+    if type(value) is not int:
+        raise mismatch("an integer", value)
+    Within(-1).check(value)
+    return max(value, 0)
+
+
+def _read_metadata(value: object) -> Mapping[str, str]:
+    pairs = read_object(value)
+    if len(pairs) > MAX_METADATA_PAIRS:
+        raise FieldError(f"must have at most {MAX_METADATA_PAIRS} pairs, not {len(pairs)}.")
+    checked: dict[str, str] = {}
+    for key, item in pairs.items():
+        if len(key) > MAX_METADATA_KEY_CHARACTERS:
+            raise FieldError(f"must have keys of at most {MAX_METADATA_KEY_CHARACTERS} characters.")
+        if type(item) is not str:
+            raise mismatch("an object with strings as values", item)
+        if len(item) > MAX_METADATA_VALUE_CHARACTERS:
+            raise FieldError(
+                f"must have values of at most {MAX_METADATA_VALUE_CHARACTERS} characters."
+            )
+        checked[key] = item
+    return MappingProxyType(checked)
+
+
+ModelName = Annotated[str, Length(1, MAX_NAME_CHARACTERS)]
+Label = Annotated[str, Length(0, MAX_LABEL_CHARACTERS)]
+Metadata = Annotated[Mapping[str, str], ReadBy(_read_metadata)]
+TokenId = Annotated[int, Within(0, MAX_TOKEN_ID)]
+TokenLimit = Annotated[int, Within(1)]
+Temperature = Annotated[float, Within(0, 2)]
+TopP = Annotated[float, Within(0, 1, low_open=True)]
+#: 0 is off; a client may also write -1.
+TopK = Annotated[int, ReadBy(_read_top_k)]
+#: Unsigned 64-bit; a negative one is read as its two's complement.
+Seed = Annotated[int, ReadBy(_read_seed)]
+Stop = Annotated[tuple[str, ...], ReadBy(_read_stop)]
+StopTokenIds = Annotated[tuple[TokenId, ...], Length(0, MAX_STOP_TOKEN_IDS)]
+#: Seconds; the server's own limit applies where it is lower.
+Seconds = Annotated[float, Within(0, low_open=True)]
+
+#: Refused on every endpoint: field name to the values that change nothing, beside ``null``.
+REFUSED: Mapping[str, tuple[object, ...]] = MappingProxyType({
+    # More or other choices.
+    "n": (1,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    # Which tokens are chosen.
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "typical_p": (1,),
+    "min_tokens": (0,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "vllm_xargs": ({},),
+    "repetition_detection": (),
+    "thinking_token_budget": (),
+    # Output of a given form.
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "json_schema": (),
+    "grammar": (),
+    # What comes with the text.
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "echo": (False,),
+    "request_id": (),
+    # How the prompt is read, kept and scheduled.
+    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
+    "kv_transfer_params": (),
+    "cache_salt": (),
+    "priority": (0,),
+    "store": (False,),
+    "moderation": (),
+})
+
+
+@attrs.frozen
+class StreamOptions:
+    """What a streamed response carries beside the text."""
+
+    #: One more chunk with the token counts, after all choices have finished.
+    include_usage: bool = False
+    #: The running counts in every chunk.
+    continuous_usage_stats: bool = False
+    #: Accepted without effect: OpenAI pads chunks against traffic analysis, we do not.
+    include_obfuscation: bool = False
+    refuses: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType({
+        "resume": (),
+        "resume_window": (),
+    })
+
+
+@attrs.frozen(kw_only=True)
+class GenerationFields:
+    """The fields of a request that say who generates text and how, whatever it is prompted with.
+
+    ``None`` stands for a field that was left out where the server or the model has its own
+    default.
+    """
+
+    model: ModelName
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: TokenLimit | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    seed: Seed | None = None
+    stop: Stop = ()
+    stop_token_ids: StopTokenIds = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    timeout: Seconds | None = None
+    user: Label | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError(
+                "`stream_options` is only allowed with `stream` set to true.",
+                param="stream_options",
+            )
+
+
+class PromptTokensDetails(TypedDict):
+    """Of the prompt tokens: how many had their keys and values cached."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(TypedDict):
+    """Of the completion tokens: how many were reasoning."""
+
+    reasoning_tokens: int
+
+
+class UsageBody(TypedDict):
+    """The ``usage`` of a response."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+def usage_body(
+    prompt_tokens: int, completion_tokens: int, *, cached_tokens: int = 0, reasoning_tokens: int = 0
+) -> UsageBody:
+    """Write token counts as OpenAI does; the details are always there."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+    }
+
+
+class ErrorDetails(TypedDict):
+    """What went wrong, in OpenAI's four fields."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    """The body of every error response, and the data of an error event in a stream."""
+
+    error: ErrorDetails
+
+
+def error_body(error: TrioletError) -> ErrorBody:
+    """Write an error as OpenAI does."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.type,
+            "param": error.param,
+            "code": error.code,
+        }
+    }

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triolet.errors import DrainingError, InvalidRequestError, RequestTimeoutError
+from triolet.wire.chat import ChatRequest
+from triolet.wire.codec import decode_request
+from triolet.wire.common import (
+    MAX_LABEL_CHARACTERS,
+    MAX_METADATA_KEY_CHARACTERS,
+    MAX_METADATA_PAIRS,
+    MAX_METADATA_VALUE_CHARACTERS,
+    MAX_NAME_CHARACTERS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    MAX_TOKEN_ID,
+    StreamOptions,
+    error_body,
+)
+from triolet.wire.completions import CompletionRequest
+
+
+def decode(**fields):
+    return decode_request(orjson.dumps({"model": "m", "prompt": "x", **fields}), CompletionRequest)
+
+
+def refused(**fields):
+    with pytest.raises(InvalidRequestError) as caught:
+        decode(**fields)
+    return caught.value.param
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("temperature", [0, 0.7, 1, 2, 2.0]),
+        ("top_p", [0.001, 1, 1.0]),
+        ("top_k", [-1, 0, 1, 10**9]),
+        ("max_tokens", [1, 2**62]),
+        ("seed", [0, -1, 2**64 - 1, -(2**63)]),
+        ("stop", ["x", [], ["x"], ["x" * MAX_STOP_CHARACTERS] * MAX_STOPS, "\n\n"]),
+        ("stop_token_ids", [[], [0, MAX_TOKEN_ID], [1] * MAX_STOP_TOKEN_IDS]),
+        ("timeout", [0.001, 5, 1e9]),
+        ("model", ["m" * MAX_NAME_CHARACTERS]),
+        ("user", ["", "u" * MAX_LABEL_CHARACTERS]),
+        ("ignore_eos", [True]),
+        ("include_stop_str_in_output", [True]),
+        ("skip_special_tokens", [False]),
+    ],
+)
+def test_values_at_the_bounds_are_taken(field, values):
+    for value in values:
+        decode(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("temperature", -0.001, "temperature"),
+        ("temperature", 2.001, "temperature"),
+        ("temperature", -(2**63), "temperature"),
+        ("top_p", 0, "top_p"),
+        ("top_p", -0.1, "top_p"),
+        ("top_p", 1.001, "top_p"),
+        ("top_k", -2, "top_k"),
+        ("top_k", 1.5, "top_k"),
+        ("top_k", True, "top_k"),
+        ("max_tokens", 0, "max_tokens"),
+        ("max_tokens", -1, "max_tokens"),
+        ("max_tokens", 1e30, "max_tokens"),
+        ("seed", 1.5, "seed"),
+        ("seed", True, "seed"),
+        ("seed", "1", "seed"),
+        ("stop", "", "stop"),
+        ("stop", ["x", ""], "stop[1]"),
+        ("stop", 5, "stop"),
+        ("stop", {"a": "b"}, "stop"),
+        ("stop", ["x", 5], "stop[1]"),
+        ("stop", [["x"]], "stop[0]"),
+        ("stop", "x" * (MAX_STOP_CHARACTERS + 1), "stop"),
+        ("stop", ["x" * 1_000_000], "stop[0]"),
+        ("stop", ["x"] * (MAX_STOPS + 1), "stop"),
+        ("stop", ["x"] * 10_000, "stop"),
+        ("stop_token_ids", [1, -1], "stop_token_ids[1]"),
+        ("stop_token_ids", [MAX_TOKEN_ID + 1], "stop_token_ids[0]"),
+        ("stop_token_ids", [1] * (MAX_STOP_TOKEN_IDS + 1), "stop_token_ids"),
+        ("timeout", 0, "timeout"),
+        ("timeout", -1, "timeout"),
+        ("model", "", "model"),
+        ("model", "m" * (MAX_NAME_CHARACTERS + 1), "model"),
+        ("user", "u" * (MAX_LABEL_CHARACTERS + 1), "user"),
+    ],
+)
+def test_values_beyond_the_bounds_are_refused(field, value, param):
+    assert refused(**{field: value}) == param
+
+
+@pytest.mark.parametrize("literal", [b"18446744073709551616", b"-9223372036854775809"])
+def test_a_seed_beyond_64_bits_is_refused(literal):
+    with pytest.raises(InvalidRequestError, match="64 bits") as caught:
+        decode_request(b'{"model":"m","prompt":"x","seed":%b}' % literal, CompletionRequest)
+    assert caught.value.param == "seed"
+
+
+@given(st.integers(-(2**63), 2**64 - 1))
+def test_a_seed_becomes_unsigned_and_stays_itself_modulo_64_bits(seed):
+    read = decode(seed=seed).seed
+    assert 0 <= read < 2**64
+    assert (read - seed) % 2**64 == 0
+
+
+def test_top_k_has_one_way_to_be_off():
+    assert decode(top_k=-1).top_k == 0
+    assert decode(top_k=0).top_k == 0
+    assert decode(top_k=40).top_k == 40
+
+
+def test_one_stop_string_is_a_list_of_one():
+    assert decode(stop="x").stop == ("x",)
+    assert decode(stop=["x", "y"]).stop == ("x", "y")
+    assert decode(stop=None).stop == ()
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"a": 1},
+        {"a": None},
+        [],
+        "x",
+        {"k" * (MAX_METADATA_KEY_CHARACTERS + 1): ""},
+        {"k": "v" * (MAX_METADATA_VALUE_CHARACTERS + 1)},
+        {str(number): "" for number in range(MAX_METADATA_PAIRS + 1)},
+    ],
+)
+def test_metadata_is_a_small_map_of_strings(metadata):
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "metadata": metadata}
+    with pytest.raises(InvalidRequestError) as caught:
+        decode_request(orjson.dumps(body), ChatRequest)
+    assert caught.value.param == "metadata"
+
+
+def test_stream_options_are_read():
+    options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}
+    assert decode(stream=True, stream_options=options).stream_options == StreamOptions(
+        include_usage=True, continuous_usage_stats=True
+    )
+
+
+@pytest.mark.parametrize("stream", [False, None])
+def test_stream_options_without_stream_are_refused(stream):
+    assert refused(stream=stream, stream_options={"include_usage": True}) == "stream_options"
+
+
+def test_resuming_is_refused_as_long_as_it_is_not_supported():
+    for value in (30, True, False):
+        param = refused(stream=True, stream_options={"resume": value})
+        assert param == "stream_options.resume"
+
+
+def test_an_error_is_written_in_the_four_fields_of_openai():
+    assert error_body(InvalidRequestError("`n` is wrong.", param="n")) == {
+        "error": {
+            "message": "`n` is wrong.",
+            "type": "invalid_request_error",
+            "param": "n",
+            "code": "invalid_request",
+        }
+    }
+    assert error_body(DrainingError("Later."))["error"]["code"] == "draining"
+    assert error_body(RequestTimeoutError("Too late."))["error"]["code"] == "timeout"
