@@ -1,0 +1,7 @@
+"""``python -m triolet`` is the ``triolet`` command."""
+
+from __future__ import annotations
+
+from triolet.cli.main import main
+
+main(prog_name="triolet")
