@@ -32,7 +32,7 @@ _runtime = create_runtime(_config)
 @asynccontextmanager
 async def _lifespan(_: Starlette) -> AsyncIterator[None]:
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_runtime.run)
+        await nursery.start(_runtime.run)
         yield
         # The server has closed all connections by now, so nothing is left to wait for.
         _runtime.drain()

@@ -35,12 +35,12 @@ def test_the_limit_is_never_exceeded_and_places_come_back(arrivals, max_live):
     held = 0
     for now, arrives in enumerate(arrivals):
         if arrives:
-            try:
-                admission.enter(float(now))
-            except QueueFullError as error:
-                assert held == max_live
-                assert RETRY_AFTER_MIN_S <= error.retry_after_s <= RETRY_AFTER_MAX_S
+            if held == max_live:
+                with pytest.raises(QueueFullError) as refused:
+                    admission.enter(float(now))
+                assert RETRY_AFTER_MIN_S <= refused.value.retry_after_s <= RETRY_AFTER_MAX_S
             else:
+                admission.enter(float(now))
                 held += 1
         elif held:
             admission.leave(float(now))

@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from triolet.core import EngineStatistics
 
 # A second series for every counter that says no more than the process's start time.
-disable_created_metrics()
+disable_created_metrics()  # type: ignore[no-untyped-call] # theirs has no types
 
 #: From a cached prompt on a fast GPU to a long queue on a small CPU.
 SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -120,7 +120,7 @@ _COUNTERS = {
     "steps": ("triolet_engine_steps", "Engine steps."),
     "preemptions": ("triolet_engine_preemptions", "Requests set back for want of KV blocks."),
     "late_aborts": ("triolet_engine_late_aborts", "Aborts of requests no longer held: no-ops."),
-    "prompt_tokens": ("triolet_engine_prompt_tokens", "Prompt tokens computed."),
+    "prompt_tokens": ("triolet_engine_prompt_tokens", "Prompt tokens of scheduled requests."),
     "output_tokens": ("triolet_engine_output_tokens", "Tokens sampled."),
 }
 

@@ -106,8 +106,12 @@ class Runtime:
 
     # The life of the server.
 
-    async def run(self) -> None:
-        """Load, serve until drained, stop. Failures are kept in :attr:`failure`, not raised."""
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Load, serve until drained, stop. Failures are kept in :attr:`failure`, not raised.
+
+        Started at once: until the model is loaded, requests are refused with a reason.
+        """
+        task_status.started()
         try:
             self._served = await self._load_or_drain()
             if self._served is not None:
@@ -169,7 +173,7 @@ class Runtime:
     async def _wait_for_requests(self) -> None:
         """Until the last request ends, the drain timeout passes, or somebody is in a hurry."""
         if not self._handles:
-            return
+            self._idle.set()
 
         async def hurry() -> None:
             await self._hurry.wait()
@@ -181,7 +185,7 @@ class Runtime:
                 await self._idle.wait()
                 nursery.cancel_scope.cancel()
 
-    async def _run_backend(
+    async def _run_backend(  # noqa: ASYNC128, ASYNC910 - the backend starts and checkpoints
         self,
         backend: Backend,
         steps: trio.MemorySendChannel[StepResult],

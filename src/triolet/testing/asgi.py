@@ -64,8 +64,9 @@ class AsgiExchange:
 
     async def next_body(self) -> bytes:
         """The next piece of the body, skipping the start of the response."""
-        while (message := await self.next_message())["type"] != "http.response.body":
-            pass
+        message = await self.next_message()
+        while message["type"] != "http.response.body":
+            message = await self.next_message()
         body: bytes = message["body"]
         return body
 
@@ -137,8 +138,10 @@ class AsgiClient:
             return {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:
-            with suppress(trio.BrokenResourceError):  # as on a real server, it goes nowhere
+            try:
                 await channel.send(message)
+            except trio.BrokenResourceError:
+                await trio.lowlevel.checkpoint()  # as on a real server, it goes nowhere
 
         with channel:
             await self.app(scope, receive, send)
@@ -175,7 +178,7 @@ async def open_server(
     )
     app = create_app(runtime, config)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(runtime.run)
+        await nursery.start(runtime.run)
         await runtime.wait_started()
         yield AsgiServer(runtime, AsgiClient(app, nursery))
         while runtime.phase is not Phase.STOPPED:
