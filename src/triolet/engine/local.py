@@ -10,6 +10,7 @@ import torch
 
 from triolet.engine.blocks import BlockPool
 from triolet.engine.kv import bytes_per_block
+from triolet.engine.linear import pack_linear_layers
 from triolet.engine.loop import Engine
 from triolet.engine.runner import build_runner
 from triolet.engine.scheduler import Scheduler
@@ -66,6 +67,8 @@ def load_engine(
     torch.set_num_threads(options.threads)
     weights = load_model(source, progress=progress, dtype=dtype, device=device, revision=revision)
     max_model_len = _model_length(options, weights)
+    # After the facts have been read of the plain layers, before the check that runs them.
+    pack_linear_layers(weights.model)
     num_blocks = _num_blocks(options, weights, max_model_len)
     progress(
         f"Checking the model against transformers; KV cache of "

@@ -1,0 +1,71 @@
+"""Linear layers whose weights lie in memory as the CPU's matrix kernel wants them.
+
+A decode step multiplies a few rows with every weight of the model. Torch's default (MKL) packs
+the weight anew in each call; oneDNN takes it packed once, at load. On two AVX2 cores, 8 rows
+and SmolLM2's shapes that makes the layers 1.4 times and the output layer 2.3 times as fast; the
+results differ by the rounding of another summation order (1e-4 on logits of 20).
+
+The operators are those that ``torch.compile`` emits for the same purpose. They have no public
+name, so where a torch has them not, the layers stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class PackedLinear(nn.Module):
+    """``x @ weight.T + bias`` in float32 on the CPU, with the weight packed.
+
+    Args:
+        linear: The layer to take the place of. Its weight is copied, and may be dropped after.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        # Not a parameter: a packed tensor has a layout that nothing but the kernel can read.
+        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(  # noqa: SLF001 - see module
+            linear.weight.detach(), None
+        )
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Multiply: ``[..., in_features]`` to ``[..., out_features]``."""
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(  # noqa: SLF001 - see module
+            inputs, self._packed, self.bias, "none", [], ""
+        )
+        return output
+
+
+def pack_linear_layers(model: nn.Module) -> int:
+    """Replace every plain linear layer of a float32 model on the CPU by a packed one.
+
+    Layers of other classes, dtypes or devices are left alone, and all are where torch lacks the
+    operators. An output layer that shares its weight with the embedding gets a packed copy.
+
+    Returns:
+        How many layers were replaced.
+    """
+    operators = torch.ops.mkldnn
+    untyped: Any = torch.backends.mkldnn
+    if not untyped.is_available() or not hasattr(operators, "_linear_pointwise"):
+        return 0
+    replaced = 0
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            # Not isinstance: a subclass may compute something else.
+            if type(child) is nn.Linear and _fits(child.weight):
+                setattr(module, name, PackedLinear(child))
+                replaced += 1
+    return replaced
+
+
+def _fits(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype == torch.float32
