@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from triolet.testing.asgi import AsgiResponse
 from triolet.wire.sse import SseDecoder
+
+if TYPE_CHECKING:
+    from triolet.testing.asgi import AsgiResponse
 
 CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}
 STREAM = {**CHAT, "stream": True}

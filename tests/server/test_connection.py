@@ -10,6 +10,7 @@ import attrs
 import h2.config
 import h2.connection
 import h2.events
+import h2.settings
 import h11
 import pytest
 import trio
@@ -18,6 +19,7 @@ from hypercorn.trio.worker_context import WorkerContext
 
 from triolet.core import CancelCause
 from triolet.server.connection import (
+    LINGER_S,
     RECORD_KEY,
     SENDS_PER_CHECKPOINT,
     Connection,
@@ -27,11 +29,14 @@ from triolet.server.connection import (
 from triolet.server.listen import ListenOptions, hypercorn_config
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+UPLOAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9999999\r\n\r\n"
 UPGRADE = (
     b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
 )
 MASKED_PING = b"\x89\x80\x00\x00\x00\x00"
+#: Words in a message too long for the kernel to take at once.
+PER_MESSAGE = 20_000
 START = {"type": "http.response.start", "status": 200, "headers": []}
 
 
@@ -72,16 +77,16 @@ async def connected(app, **options):
         PacedApp(app), hypercorn_config(options), WorkerContext(None), {"shared": 1}, stream
     )
 
-    async def run():
+    async def converse():
         with served.scope:
             await connection.run()
         served.done.set()
 
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(run)
-        yield served
-        await client.aclose()
-        with trio.fail_after(1000):
+    with trio.fail_after(5000):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(converse)
+            yield served
+            await client.aclose()
             await served.done.wait()
 
 
@@ -212,9 +217,12 @@ async def test_a_finished_http1_response_has_the_terminating_chunk(autojump_cloc
 
 
 class H2Client:
-    def __init__(self, client):
+    def __init__(self, client, *, window=65_535):
         self.client = client
         self.h2 = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
+        self.h2.local_settings = h2.settings.Settings(
+            client=True, initial_values={h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: window}
+        )
         self.h2.initiate_connection()
         self.pending = []
 
@@ -230,16 +238,17 @@ class H2Client:
     async def until(self, kind):
         """All events up to the first of ``kind``."""
         seen = []
-        await self.flush()
+        await trio.lowlevel.checkpoint()
         while not (seen and isinstance(seen[-1], kind)):
             if self.pending:
-                seen.append(self.pending.pop(0))
+                seen.append(event := self.pending.pop(0))
+                if isinstance(event, h2.events.DataReceived):
+                    self.h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
                 continue
-            with trio.fail_after(1000):
-                data = await self.client.receive_some(65_536)
+            await self.flush()
+            data = await self.client.receive_some(65_536)
             assert data, "the connection ended"
             self.pending = self.h2.receive_data(data)
-            await self.flush()
         return seen
 
 
@@ -253,6 +262,22 @@ async def test_an_unfinished_http2_response_is_reset_after_its_text(autojump_clo
         assert isinstance(events[-1], h2.events.StreamReset)
         client.request()
         await client.until(h2.events.StreamReset)
+
+
+async def test_a_reset_waits_for_text_that_a_slow_client_has_yet_to_take(autojump_clock):
+    async def app(scope, receive, send):
+        await send(START)
+        for _ in range(3):
+            await send(body(b"x" * 10_000))
+
+    async with connected(app) as served:
+        client = H2Client(served.client, window=5000)
+        client.request()
+        await client.flush()
+        await trio.testing.wait_all_tasks_blocked()
+        events = await client.until((h2.events.StreamReset, h2.events.StreamEnded))
+    assert isinstance(events[-1], h2.events.StreamReset)
+    assert sum(len(e.data) for e in events if isinstance(e, h2.events.DataReceived)) == 30_000
 
 
 async def test_a_finished_http2_response_is_not_reset(autojump_clock):
@@ -270,7 +295,8 @@ async def test_an_http2_sender_blocked_on_flow_control_wakes_when_the_client_lea
 ):
     async def app(scope, receive, send):
         await send(START)
-        await send(body(b"x" * 1_000_000))  # no race against receive: it must wake by itself
+        for _ in range(10):  # no race against receive: it must wake by itself
+            await send(body(b"x" * 100_000))
         await until_disconnect(receive)
 
     async with connected(app) as served:
@@ -332,6 +358,7 @@ async def test_a_cancellation_passes_through_the_guard(autojump_clock, caplog):
         served.scope.cancel()
         await served.done.wait()
         assert served.scope.cancelled_caught
+        assert "a bug in cleanup" in caplog.text
 
 
 async def test_a_cancelled_app_loses_no_message_and_still_sends_its_error_ending(autojump_clock):
@@ -340,7 +367,7 @@ async def test_a_cancelled_app_loses_no_message_and_still_sends_its_error_ending
         i = 0
         with trio.move_on_after(100) as deadline:
             while True:
-                await send(body(b"%d " % i * 500))
+                await send(body(b"%d " % i * PER_MESSAGE))
                 i += 1
         assert deadline.cancelled_caught
         await send(body(b"error"))
@@ -361,7 +388,7 @@ async def test_a_cancelled_app_loses_no_message_and_still_sends_its_error_ending
             text += event.data
     words = text.split()
     assert words.pop() == b"error"
-    assert words == [b"%d" % (i // 500) for i in range(len(words))]
+    assert words == [b"%d" % (i // PER_MESSAGE) for i in range(len(words))]
 
 
 async def test_an_app_that_only_sends_lets_other_tasks_run(autojump_clock):
@@ -372,7 +399,7 @@ async def test_an_app_that_only_sends_lets_other_tasks_run(autojump_clock):
         before = ticks
         for _ in range(messages):
             await send(body(b"."))
-        assert ticks - before >= 20
+        assert ticks - before >= 18
         await send(body(b"", more=False))
 
     async with connected(app) as served, trio.open_nursery() as nursery:
@@ -388,6 +415,22 @@ async def test_an_app_that_only_sends_lets_other_tasks_run(autojump_clock):
         data = await read_all(served.client)
         nursery.cancel_scope.cancel()
     assert data.endswith(b"0\r\n\r\n")
+
+
+async def test_a_cancellation_takes_effect_before_the_next_message(autojump_clock):
+    async def app(scope, receive, send):
+        await send(START)
+        with trio.CancelScope() as cancelled:
+            cancelled.cancel("test")
+            await send(body(b"never"))
+        assert cancelled.cancelled_caught
+        await send(body(b"over", more=False))
+
+    async with connected(app) as served:
+        await served.client.send_all(GET[:-2] + b"Connection: close\r\n\r\n")
+        data = await read_all(served.client)
+    assert b"over" in data
+    assert b"never" not in data
 
 
 async def test_an_app_that_sends_to_a_closed_websocket_can_be_cancelled(autojump_clock):
@@ -446,6 +489,46 @@ async def test_a_half_sent_body_ends_at_the_read_timeout(autojump_clock):
         await served.client.send_all(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nhalf")
         await served.done.wait()
     assert trio.current_time() == pytest.approx(30, abs=1)
+
+
+async def test_a_client_hears_why_its_upload_is_refused_and_frees_its_connection(autojump_clock):
+    async def app(scope, receive, send):
+        await trio.sleep(1)  # until the queue of unread body parts is full
+        await finished(scope, receive, send)
+
+    async with connected(app) as served:
+        await served.client.send_all(UPLOAD)
+        await served.client.send_all(b"x" * 9_999_999)
+        assert (await read_all(served.client)).endswith(b"0\r\n\r\n")
+        await served.client.aclose()
+        await served.done.wait()
+    assert trio.current_time() < 2
+
+
+async def test_an_app_that_reads_late_still_gets_the_disconnect(autojump_clock):
+    types = []
+
+    async def app(scope, receive, send):
+        await trio.sleep(1)
+        types.extend([(await receive())["type"] for _ in range(20)])
+
+    async with connected(app) as served:
+        await served.client.send_all(UPLOAD)
+        with trio.move_on_after(0.5):
+            await served.client.send_all(b"x" * 9_999_999)
+        await served.client.aclose()
+    assert types[0] == "http.request"
+    assert types[-1] == "http.disconnect"
+
+
+async def test_an_upload_that_nobody_wants_is_not_read_for_ever(autojump_clock):
+    async with connected(finished) as served:
+        await served.client.send_all(
+            b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9999999\r\n\r\n"
+        )
+        await served.client.send_all(b"x")
+        await served.done.wait()
+    assert trio.current_time() == pytest.approx(LINGER_S, abs=0.5)
 
 
 async def test_a_long_response_is_not_ended_by_the_read_timeout(autojump_clock):

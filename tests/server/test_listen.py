@@ -284,9 +284,10 @@ async def refuse_to_start(scope, receive, send):
 
 
 @pytest.mark.parametrize("app", [crash_at_startup, crash_after_the_message, refuse_to_start])
-async def test_a_failed_startup_raises(app):
+async def test_a_failed_startup_raises_and_its_cause_is_logged(app, caplog):
     with pytest.raises(StartupError):
         await serve(app, ListenOptions(port=0), shutdown_trigger=trio.sleep_forever)
+    assert "no model" in caplog.text
 
 
 async def test_a_lifespan_that_crashes_while_serving_raises():

@@ -48,7 +48,7 @@ async def test_the_headers_keep_proxies_from_holding_tokens_back(autojump_clock)
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_streaming_or_not_says_the_same(autojump_clock, path):
-    body = {**CHAT, "prompt": "hi", "stop": ["wor"]}
+    body = {**CHAT, "prompt": "hi", "stop": ["wor"], "max_tokens": 50}
     async with open_server(served("Hello 👋 \u2028 world")) as server:
         streamed = chunks(await post(server, {**body, "stream": True}, path))
         whole = (await post(server, body, path)).json()
@@ -57,7 +57,9 @@ async def test_streaming_or_not_says_the_same(autojump_clock, path):
         )
     choice = whole["choices"][0]
     pieces = [chunk["choices"][0] for chunk in streamed]
-    said = "".join(piece.get("text") or piece.get("delta", {}).get("content", "") for piece in pieces)
+    said = "".join(
+        piece.get("text") or piece.get("delta", {}).get("content", "") for piece in pieces
+    )
     assert said == choice.get("text", choice.get("message", {}).get("content"))
     assert said == "Hello 👋 \u2028 "
     assert pieces[-1]["finish_reason"] == choice["finish_reason"] == "stop"
@@ -99,6 +101,13 @@ async def test_max_tokens_ends_with_length(autojump_clock):
     assert whole["choices"][0]["finish_reason"] == "length"
 
 
+async def test_a_completion_without_max_tokens_gets_openais_sixteen(autojump_clock):
+    async with open_server(served("x" * 100)) as server:
+        body = {"model": "scripted", "prompt": "hi"}
+        whole = (await post(server, body, "/v1/completions")).json()
+    assert whole["choices"][0]["text"] == "x" * 16
+
+
 async def test_text_that_was_held_back_for_a_stop_comes_before_the_finish(autojump_clock):
     async with open_server(served("good mor")) as server:
         found = chunks(await post(server, {**STREAM, "stop": ["morning"]}))
@@ -132,7 +141,9 @@ async def test_headers_wait_for_the_first_token_at_most_commit_after(autojump_cl
 
 
 async def test_a_keepalive_of_zero_is_never_sent(autojump_clock):
-    async with open_server(served("ab", step_s=400.0), Config(keepalive=0, request_timeout=5000)) as server:
+    async with open_server(
+        served("ab", step_s=400.0), Config(keepalive=0, request_timeout=5000)
+    ) as server:
         response = await post(server, STREAM)
     assert b": keep-alive" not in response.body
     assert text(chunks(response)) == "ab"

@@ -34,7 +34,8 @@ class PackedLinear(nn.Module):
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(  # noqa: SLF001 - see module
             linear.weight.detach(), None
         )
-        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+        bias: Tensor | None = linear.bias  # torch's annotation forgets the None
+        self.register_buffer("bias", bias if bias is None else bias.detach())
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Multiply: ``[..., in_features]`` to ``[..., out_features]``."""

@@ -46,7 +46,7 @@ request_logger = logging.getLogger(REQUEST_LOGGER)
 STEP_CHANNEL_STEPS = 4
 #: What a client is told to wait while the model loads; loads take seconds to minutes.
 LOADING_RETRY_AFTER_S = 5.0
-#: A drained server is usually replaced by another within this time.
+#: A drained server, or one whose engine died, is usually replaced by another within this time.
 DRAINING_RETRY_AFTER_S = 5.0
 
 
@@ -140,7 +140,7 @@ class Runtime:
     async def _load_or_drain(self) -> Served | None:
         served: Served | None = None
 
-        async def load() -> None:
+        async def load() -> None:  # noqa: ASYNC910 - a load that fails at once may do without
             nonlocal served
             try:
                 served = await self._load()
@@ -197,7 +197,7 @@ class Runtime:
         except Exception as error:
             logger.exception("the engine died")
             self.failure = error
-            down = EngineDownError("The engine has stopped; this server will restart.")
+            down = _engine_down()
             for handle in tuple(self._handles.values()):
                 handle.fail(down)
             self.drain()
@@ -266,7 +266,6 @@ class Runtime:
         served = self.served
         assert self._requests is not None  # noqa: S101 - READY means the nursery is open
         now = trio.current_time()
-        self._admission.enter(now)
         handle = RequestHandle(
             id=request.id,
             backend=served.backend,
@@ -281,6 +280,8 @@ class Runtime:
             on_end=self._request_ended,
         )
         handle.scope.deadline = now + timeout_s
+        # From here on nothing can fail but what undoes itself: a place taken is a scope started.
+        self._admission.enter(now)
         self._handles[request.id] = handle
         served.backend.submit(request)
         self._requests.start_soon(handle.run, name=f"request {request.id}")
@@ -304,7 +305,7 @@ class Runtime:
     def refusal(self) -> CapacityError:
         """Why no request is taken now."""
         if self.failure is not None:
-            return EngineDownError("The engine has stopped; this server will restart.")
+            return _engine_down()
         if self.phase is Phase.STARTING:
             return NotReadyError(
                 "The model is still loading; try again after the time in Retry-After.",
@@ -314,3 +315,9 @@ class Runtime:
             "The server is shutting down and takes no new requests.",
             retry_after_s=DRAINING_RETRY_AFTER_S,
         )
+
+
+def _engine_down() -> EngineDownError:
+    return EngineDownError(
+        "The engine has stopped; this server will restart.", retry_after_s=DRAINING_RETRY_AFTER_S
+    )

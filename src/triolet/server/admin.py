@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import attrs
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -14,9 +16,20 @@ from triolet.errors import EngineDownError, ModelNotFoundError
 from triolet.observe.metrics import Metrics
 from triolet.runtime.lifecycle import Phase, Runtime
 from triolet.server.http import JsonResponse, error_response
+from triolet.wire.models import model_body, model_list
 
 if TYPE_CHECKING:
-    from starlette.requests import Request
+    from starlette.types import Receive, Scope, Send
+
+
+@attrs.frozen
+class _Plain:
+    """An ASGI app around a function that cannot block. Starlette would give it a thread."""
+
+    answer: Callable[[Request], Response]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.answer(Request(scope, receive))(scope, receive, send)
 
 
 @attrs.frozen(eq=False)
@@ -29,57 +42,46 @@ class Admin:
     def routes(self) -> list[Route]:
         """All routes of this object."""
         return [
-            Route("/health", self.health),
-            Route("/ready", self.ready),
-            Route("/metrics", self.show_metrics),
-            Route("/version", self.version),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{model:path}", self.model),
+            Route(path, _Plain(answer), methods=["GET"])
+            for path, answer in (
+                ("/health", self.health),
+                ("/ready", self.ready),
+                ("/metrics", self.show_metrics),
+                ("/version", self.version),
+                ("/v1/models", self.models),
+                ("/v1/models/{model:path}", self.model),
+            )
         ]
 
-    async def health(self, _: Request) -> Response:
+    def health(self, _: Request) -> Response:
         """200 while the process does what it should; 503 when only a restart helps."""
         if self.runtime.healthy:
             return JsonResponse({"status": "ok", "phase": self.runtime.phase.value})
         return error_response(EngineDownError("The engine has stopped."))
 
-    async def ready(self, _: Request) -> Response:
+    def ready(self, _: Request) -> Response:
         """200 while new requests are taken."""
         if self.runtime.phase is Phase.READY and self.runtime.healthy:
             return JsonResponse({"status": "ready"})
         return error_response(self.runtime.refusal())
 
-    async def show_metrics(self, _: Request) -> Response:
+    def show_metrics(self, _: Request) -> Response:
         """Prometheus text."""
         return Response(self.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    async def version(self, _: Request) -> Response:
+    def version(self, _: Request) -> Response:
         """Triolet's version."""
         return JsonResponse({"version": __version__})
 
-    async def models(self, _: Request) -> Response:
-        """OpenAI's list of models."""
-        return JsonResponse({"object": "list", "data": self._models()})
+    def models(self, _: Request) -> Response:
+        """OpenAI's list of models; empty while the model is still loading."""
+        info = self.runtime.model
+        return JsonResponse(model_list() if info is None else model_list(info))
 
-    async def model(self, request: Request) -> Response:
+    def model(self, request: Request) -> Response:
         """One model of the list."""
         name = request.path_params["model"]
-        for model in self._models():
-            if model["id"] == name:
-                return JsonResponse(model)
-        raise ModelNotFoundError(f"The model {name[:100]!r} is not served here.", param="model")
-
-    def _models(self) -> list[dict[str, object]]:
         info = self.runtime.model
-        if info is None:
-            return []
-        return [
-            {
-                "id": name,
-                "object": "model",
-                "created": info.created,
-                "owned_by": "triolet",
-                "max_model_len": info.max_model_len,
-            }
-            for name in info.names
-        ]
+        if info is None or name not in info.names:
+            raise ModelNotFoundError(f"The model {name[:100]!r} is not served here.", param="model")
+        return JsonResponse(model_body(info, name))

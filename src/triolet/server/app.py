@@ -22,6 +22,8 @@ from triolet.server.completions import CompletionsEndpoint
 from triolet.server.exchange import Endpoint, ExchangeOptions, GenerationApp
 from triolet.server.http import (
     RequestIdMiddleware,
+    RootPathMiddleware,
+    handler,
     on_exception,
     on_http_exception,
     on_triolet_error,
@@ -59,7 +61,7 @@ def create_app(
         "/v1/chat/completions": ChatEndpoint(gate, config.request_timeout, config.seed),
         "/v1/completions": CompletionsEndpoint(gate, config.request_timeout, config.seed),
     }
-    return Starlette(
+    app = Starlette(
         routes=[
             *(
                 Route(
@@ -72,16 +74,21 @@ def create_app(
             *Admin(runtime, metrics).routes(),
         ],
         middleware=[
+            Middleware(RootPathMiddleware, root_path=config.root_path),
             Middleware(RequestIdMiddleware),
-            Middleware(AuthMiddleware, keys=read_api_keys(config)),
+            Middleware(AuthMiddleware, keys=read_api_keys(config), on_rejected=metrics.rejected),
         ],
         exception_handlers={
-            TrioletError: on_triolet_error,
-            HTTPException: on_http_exception,
-            Exception: on_exception,
+            TrioletError: handler(on_triolet_error),
+            HTTPException: handler(on_http_exception),
+            Exception: handler(on_exception),
         },
         lifespan=lifespan,
     )
+    # Starlette would redirect paths with a slash too many, without a word of JSON and to
+    # whatever host the client named.
+    app.router.redirect_slashes = False
+    return app
 
 
 def _state(runtime: Runtime) -> ServerState:

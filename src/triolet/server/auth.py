@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import attrs
@@ -26,13 +27,14 @@ class AuthMiddleware:
 
     app: ASGIApp
     keys: tuple[str, ...]
+    #: Told of every refusal.
+    on_rejected: Callable[[], None]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
-        guarded = (
-            self.keys and scope["type"] == "http" and _path(scope).startswith(PROTECTED_PREFIX)
-        )
+        guarded = self.keys and scope["type"] == "http" and _is_protected(scope)
         if guarded and not self._knows(Headers(scope=scope).get("authorization", "")):
+            self.on_rejected()
             error = AuthenticationError("Send one of the server's API keys as a bearer token.")
             await error_response(error)(scope, receive, send)
             return
@@ -51,6 +53,8 @@ class AuthMiddleware:
         return any(matches)
 
 
-def _path(scope: Scope) -> str:
+def _is_protected(scope: Scope) -> bool:
+    # The router may take the path with the root path or without it: either way needs a key.
     path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
+    inner = path.removeprefix(scope.get("root_path", ""))
+    return path.startswith(PROTECTED_PREFIX) or inner.startswith(PROTECTED_PREFIX)

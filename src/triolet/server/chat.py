@@ -12,6 +12,7 @@ from triolet.runtime.tokenizing import TokenizerGate
 from triolet.server.answer import chat_answer
 from triolet.server.exchange import Generation
 from triolet.server.translate import (
+    OutputLimit,
     Prompt,
     check_model,
     engine_request,
@@ -56,13 +57,16 @@ class ChatEndpoint:
             characters=sum(len(message.content) for message in request.messages),
         )
         request_id = f"chatcmpl-{scope['state']['request_id']}"
+        # OpenAI's newer name of the same field; where both are sent, they agree.
+        newer = request.max_completion_tokens is not None
+        limit = OutputLimit(request.token_limit, "max_completion_tokens" if newer else "max_tokens")
         return Generation(
             request=engine_request(
                 request_id,
                 prompt,
                 request,
                 served,
-                token_limit=request.token_limit,
+                limit=limit,
                 default_seed=self.default_seed,
                 prompt_param="messages",
             ),

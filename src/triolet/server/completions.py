@@ -11,6 +11,7 @@ from triolet.runtime.tokenizing import TokenizerGate
 from triolet.server.answer import completion_answer
 from triolet.server.exchange import Generation
 from triolet.server.translate import (
+    OutputLimit,
     Prompt,
     check_model,
     engine_request,
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
     from triolet.runtime.lifecycle import Served
+
+#: OpenAI's default for this endpoint; without one, a prompt would be continued to the end of
+#: the model's context.
+DEFAULT_MAX_TOKENS = 16
 
 
 @attrs.frozen(eq=False)
@@ -56,7 +61,7 @@ class CompletionsEndpoint:
                 prompt,
                 request,
                 served,
-                token_limit=request.token_limit,
+                limit=OutputLimit(request.token_limit, default=DEFAULT_MAX_TOKENS),
                 default_seed=self.default_seed,
                 prompt_param="prompt",
             ),

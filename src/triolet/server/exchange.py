@@ -21,9 +21,15 @@ from triolet.server.event_stream import Answer, ChunkEncoder, write_body, write_
 from triolet.server.http import ClientDisconnectedError, error_response, read_body
 
 if TYPE_CHECKING:
+    from starlette.types import Message
+
     from triolet.runtime.lifecycle import Served
 
 logger = logging.getLogger(__name__)
+
+#: What the send of a complete response gets to finish once the server has said "disconnect".
+#: On HTTP/1.1 it finishes at once; on HTTP/2 it may wait for a client that reads no more.
+LAST_SEND_GRACE_S = 5.0
 
 
 @attrs.frozen
@@ -68,7 +74,9 @@ class GenerationApp:
     #: Told when a request was refused before it was admitted.
     on_rejected: Callable[[], None]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(  # noqa: ASYNC910 - who left was waited for
+        self, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Serve one request."""
         try:
             await _Exchange(self, scope, receive, send).run()
@@ -83,6 +91,8 @@ class _Exchange:
     receive: Receive
     send: Send
     handle: RequestHandle | None = None
+    #: Whether the last message of the response has been handed to the server.
+    complete: bool = False
 
     async def run(self) -> None:
         """Answer, and watch for the client's leaving all the while.
@@ -114,7 +124,17 @@ class _Exchange:
             # Our own listener says so where it was the one that hung up.
             record = self.scope.get("state", {}).get(RECORD_KEY)
             self.handle.cancel(getattr(record, "ended_by", None) or CancelCause.DISCONNECT)
-        scope.cancel(reason="the client disconnected")
+        if self.complete:
+            # Hypercorn says so too when a response is complete, in the middle of the send that
+            # completed it. Cancelled there, it would neither close nor reuse the connection.
+            scope.deadline = trio.current_time() + LAST_SEND_GRACE_S
+        else:
+            scope.cancel(reason="the client disconnected")
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.complete = True
+        await self.send(message)
 
     async def _answer(self, body: bytes) -> None:
         runtime, options = self.app.runtime, self.app.options
@@ -124,12 +144,12 @@ class _Exchange:
         )
         try:
             if not generation.stream:
-                await write_body(handle, generation.answer, self.scope, self.receive, self.send)
+                await write_body(handle, generation.answer, self.scope, self.receive, self._send)
                 return
             await write_event_stream(
                 handle,
                 ChunkEncoder(generation.answer, Usage(len(generation.request.prompt_ids))),
-                self.send,
+                self._send,
                 commit_after_s=options.commit_after_s,
                 keepalive_s=options.keepalive_s or math.inf,
             )
@@ -140,4 +160,4 @@ class _Exchange:
     async def _refuse(self, error: TrioletError) -> None:
         if self.handle is None:
             self.app.on_rejected()
-        await error_response(error)(self.scope, self.receive, self.send)
+        await error_response(error)(self.scope, self.receive, self._send)

@@ -24,6 +24,8 @@ from triolet.wire.codec import encode
 from triolet.wire.common import error_body
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from starlette.exceptions import HTTPException
     from starlette.requests import Request
     from starlette.types import Message, Receive, Scope, Send
@@ -60,14 +62,25 @@ def error_response(error: TrioletError) -> JsonResponse:
     return JsonResponse(error_body(error), status_code=error.status, headers=headers)
 
 
-async def on_triolet_error(_: Request, error: Exception) -> Response:
-    """Starlette's handler for our own errors."""
+def handler(
+    answer: Callable[[Request, Exception], Response],
+) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Make an exception handler of a function that cannot block; Starlette would thread it."""
+
+    async def handle(request: Request, error: Exception) -> Response:  # noqa: ASYNC124 - it must be async
+        return answer(request, error)  # noqa: ASYNC910 - so that nothing can delay an error
+
+    return handle
+
+
+def on_triolet_error(_: Request, error: Exception) -> Response:
+    """The answer to our own errors."""
     assert isinstance(error, TrioletError)  # noqa: S101 - registered for this class only
     return error_response(error)
 
 
-async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's handler for what its router refuses: unknown paths and wrong methods."""
+def on_http_exception(request: Request, error: Exception) -> Response:
+    """The answer to what Starlette's router refuses: unknown paths and wrong methods."""
     http_error: HTTPException = error  # type: ignore[assignment] # registered for this class only
     path = request.url.path[:100]
     if http_error.status_code == MethodNotAllowedError.status:
@@ -83,9 +96,14 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     )
 
 
-async def on_exception(_: Request, error: Exception) -> Response:  # noqa: ARG001
-    """Starlette's handler for bugs. Starlette raises the error again, so that it is logged."""
-    return error_response(TrioletError("The server made a mistake; this has been logged."))
+def on_exception(request: Request, _: Exception) -> Response:
+    """The answer to bugs. Starlette raises the error again, so that it is logged."""
+    response = error_response(TrioletError("The server made a mistake; this has been logged."))
+    # This handler alone answers outside of all middleware.
+    request_id = request.scope.get("state", {}).get("request_id")
+    if request_id is not None:
+        response.headers["X-Request-Id"] = request_id
+    return response
 
 
 async def read_body(scope: Scope, receive: Receive, *, limit_bytes: int) -> bytes:
@@ -99,13 +117,12 @@ async def read_body(scope: Scope, receive: Receive, *, limit_bytes: int) -> byte
     headers = Headers(scope=scope)
     media_type = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     declared = headers.get("content-length", "")
-    discard_limit = DISCARD_LIMIT_BYTES
+    discard_limit = max(DISCARD_LIMIT_BYTES, limit_bytes)
     if declared.isdecimal() and int(declared) > discard_limit:
         raise _too_large(limit_bytes)
     chunks: list[bytes] = []
     received = 0
-    more = True
-    while more:
+    while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnectedError
@@ -115,9 +132,8 @@ async def read_body(scope: Scope, receive: Receive, *, limit_bytes: int) -> byte
             chunks.append(chunk)
         else:
             chunks.clear()
-        if received > discard_limit:
+        if received > discard_limit or not message.get("more_body", False):
             break
-        more = message.get("more_body", False)
     if received > limit_bytes:
         raise _too_large(limit_bytes)
     if media_type != "application/json":
@@ -152,3 +168,17 @@ class RequestIdMiddleware:
             await send(message)
 
         await self.app(scope, receive, send_with_id)
+
+
+@attrs.frozen
+class RootPathMiddleware:
+    """Serves every route under a prefix too, for proxies that do not strip theirs."""
+
+    app: ASGIApp
+    root_path: str
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI connection."""
+        if self.root_path and not scope.get("root_path"):
+            scope["root_path"] = self.root_path
+        await self.app(scope, receive, send)

@@ -32,6 +32,18 @@ class Prompt:
     special_stop_ids: frozenset[int]
 
 
+@attrs.frozen
+class OutputLimit:
+    """How many output tokens a body asks for, at least 1."""
+
+    #: ``None`` where the body does not say.
+    asked: int | None
+    #: The field that said it.
+    param: str = "max_tokens"
+    #: What applies where the body does not say; ``None`` means as many as fit.
+    default: int | None = None
+
+
 def check_model(name: str, served: Served) -> None:
     """Accept one of the served names.
 
@@ -65,7 +77,7 @@ def engine_request(
     fields: GenerationFields,
     served: Served,
     *,
-    token_limit: int | None,
+    limit: OutputLimit,
     default_seed: int | None,
     prompt_param: str,
 ) -> EngineRequest:
@@ -76,7 +88,7 @@ def engine_request(
         prompt: The tokenized prompt.
         fields: The validated sampling fields of the body.
         served: The model.
-        token_limit: Output tokens at most; ``None`` means as many as fit.
+        limit: Output tokens at most.
         default_seed: Where the body has none; ``None`` draws one.
         prompt_param: The field to blame for the prompt.
 
@@ -90,11 +102,11 @@ def engine_request(
     _check_ids(prompt.ids, info.vocab_size, prompt_param)
     _check_ids(fields.stop_token_ids, info.vocab_size, "stop_token_ids")
     room = info.max_model_len - len(prompt.ids)
-    if room < (token_limit or 1):
+    if room < (limit.asked or 1):
         raise ContextLengthError(
             f"The model's context is {info.max_model_len} tokens; the prompt has "
-            f"{len(prompt.ids)} and {token_limit or 'at least 1'} more were asked for.",
-            param=prompt_param if room < 1 else "max_tokens",
+            f"{len(prompt.ids)} and {limit.asked or 'at least 1'} more were asked for.",
+            param=prompt_param if room < 1 else limit.param,
         )
     seed = default_seed if fields.seed is None else fields.seed
     if seed is None:
@@ -103,7 +115,7 @@ def engine_request(
         id=RequestId(request_id),
         prompt_ids=prompt.ids,
         sampling=SamplingParams(
-            max_tokens=token_limit or room,
+            max_tokens=limit.asked or min(room, limit.default or room),
             temperature=1.0 if fields.temperature is None else fields.temperature,
             top_p=1.0 if fields.top_p is None else fields.top_p,
             top_k=fields.top_k or 0,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import attrs
 import trio
@@ -73,13 +73,14 @@ class AsgiExchange:
     async def read(self) -> AsgiResponse:
         """Read what has not been read yet, to the end."""
         body, complete = b"", False
-        with suppress(trio.EndOfChannel):
-            while True:
+        while True:
+            try:
                 message = await self.next_message()
-                if message["type"] == "http.response.body":
-                    body += message.get("body", b"")
-                    complete = not message.get("more_body", False)
-        return AsgiResponse(self._status, self._headers, body, complete)
+            except trio.EndOfChannel:
+                return AsgiResponse(self._status, self._headers, body, complete)
+            if message["type"] == "http.response.body":
+                body += message.get("body", b"")
+                complete = not message.get("more_body", False)
 
 
 @attrs.frozen(eq=False)

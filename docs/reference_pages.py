@@ -1,0 +1,348 @@
+"""Writes the reference pages that say what the code says: errors, fields, metrics, testing.
+
+Run it after a change of an error, a request field, a metric or a public name of
+:mod:`triolet.testing`; a test compares the pages with what this prints.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import typing
+from pathlib import Path
+
+import attrs
+
+from triolet import errors
+from triolet.core import EngineStatistics
+from triolet.observe.metrics import Metrics, ServerState
+from triolet.testing import asgi, engine
+from triolet.wire import common
+from triolet.wire.chat import MAX_MESSAGES, MAX_PARTS, ChatMessage, ChatRequest
+from triolet.wire.codec import Length, Within
+from triolet.wire.completions import MAX_PROMPT_IDS, CompletionRequest
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+FOLDER = Path(__file__).parent / "reference"
+NOTE = "<!-- Written by docs/reference_pages.py; do not edit. -->\n\n"
+
+ERRORS = """\
+# Errors
+
+Whatever goes wrong before the first byte of a response is answered with an HTTP status and this
+body, on every route:
+
+```json
+{"error": {"message": "…", "type": "…", "param": null, "code": "…"}}
+```
+
+`message` is a sentence that its reader can act on.
+`param` is the field at fault, as in `messages[1].role`, or `null` where no single one is.
+`code` is for programs: it does not change.
+`type` is a coarse class, in the words that OpenAI's SDKs know.
+
+Once a stream has begun, its status stands at 200.
+The same object then comes as the last event, see [event streams](event-stream.md).
+
+## What a client can meet
+
+"""
+ERROR_HEADERS = """
+## Headers
+
+`Retry-After`
+: With `queue_full`, `not_ready` and `draining`: seconds after which another try makes sense.
+  For a full queue it follows the rate at which requests have ended lately.
+
+`x-should-retry: false`
+: With `timeout`: a deadline that passed once would pass again.
+  OpenAI's SDKs heed it and do not try.
+
+`WWW-Authenticate: Bearer`
+: With `invalid_api_key`.
+
+`Allow`
+: With `method_not_allowed`: the methods that the route has.
+
+`X-Request-Id`
+: With every response.
+
+An `engine_down` has no `Retry-After`: this process will not come back, only its successor.
+"""
+CAUSES = {
+    "CancelledRequestError": "`client_cancel`, `slow_client` or `shutdown`",
+    "RequestTimeoutError": "`timeout`",
+}
+
+FIELDS = """\
+# Request fields
+
+Every field of OpenAI's two completion endpoints, and of vLLM's well-known extensions, is in one of
+three places: supported, accepted without effect, or refused.
+A field that would change the result and cannot be honoured is never ignored.
+A field that nobody knows is ignored.
+
+Types are strict: `"false"` is no boolean, `1.0` is no integer, and nothing is coerced.
+`null` means that the field was left out.
+Fields are checked in a fixed order and the first error is the answer, with its field in `param`.
+
+"""
+#: What a field means. A field without an entry here is an error of this script.
+MEANINGS = {
+    "model": "One of the names that `/v1/models` lists.",
+    "stream": "Answer as an event stream.",
+    "stream_options": "Only with `stream`; see below.",
+    "max_tokens": "Output tokens at most; as many as fit where left out.",
+    "max_completion_tokens": "The newer name of `max_tokens`; both must agree.",
+    "temperature": "0 is greedy. 1 where left out.",
+    "top_p": "Keep the likeliest tokens up to this probability. 1 where left out: all.",
+    "top_k": "Keep so many of the likeliest tokens. 0 or -1 is all.",
+    "seed": "A seeded request draws the same random numbers whatever it is batched with.",
+    "stop": "One string, or an array of strings, that end the text.",
+    "stop_token_ids": "Token ids that end the text.",
+    "ignore_eos": "Go on past the model's end of sequence.",
+    "include_stop_str_in_output": "Leave what ended the text in it.",
+    "skip_special_tokens": "Leave special tokens out of the text.",
+    "timeout": "Seconds in all; the server's `--request-timeout` where that is less.",
+    "messages": "The conversation; see below.",
+    "prompt": "Text, or an array of token ids, or either in an array of one.",
+    "include_usage": "A last chunk with the token counts, and `usage` in every other.",
+    "continuous_usage_stats": "The counts so far in every chunk.",
+    "role": "`system`, `developer` (the same), `user` or `assistant`.",
+    "content": "A string, or an array of text parts, which are joined by line ends.",
+    "name": "Passed on to the chat template.",
+}
+#: Fields that are read and change nothing.
+WITHOUT_EFFECT = {
+    "user": "a label",
+    "metadata": "labels",
+    "parallel_tool_calls": "there are no tools yet",
+    "service_tier": "there is one tier",
+    "prompt_cache_key": "a hint to other servers' caches",
+    "prompt_cache_retention": "a hint to other servers' caches",
+    "safety_identifier": "a label",
+    "include_obfuscation": "chunks are not padded",
+}
+#: Limits of fields with a reader of their own, which no annotation tells.
+LIMITS = {
+    "stop": f"{common.MAX_STOPS} strings of 1 to {common.MAX_STOP_CHARACTERS} characters",
+    "seed": "64 bits",
+    "top_k": "-1 or more",
+    "messages": f"1 to {MAX_MESSAGES}",
+    "content": f"1 to {MAX_PARTS} parts",
+    "prompt": f"not empty; 1 to {MAX_PROMPT_IDS} ids",
+    "metadata": f"{common.MAX_METADATA_PAIRS} pairs of strings of at most "
+    f"{common.MAX_METADATA_KEY_CHARACTERS} and {common.MAX_METADATA_VALUE_CHARACTERS} characters",
+}
+
+METRICS = """\
+# Metrics
+
+`GET /metrics` answers in Prometheus' text format.
+Counters and histograms of requests are written once per request, when it ends, whatever ended it.
+What the engine holds is read at the scrape, from one snapshot.
+
+"""
+OUTCOMES = """
+## Outcomes
+
+| `outcome` | Meaning |
+| --- | --- |
+| `finished` | All text was generated. |
+| `rejected` | Refused before it was admitted: bad input, no key, full queue, not ready. |
+| `cancelled:disconnect` | The client left. |
+| `cancelled:timeout` | The request's deadline passed. |
+| `cancelled:slow_client` | The client took no byte for `--send-timeout` seconds. |
+| `cancelled:shutdown` | A drain ran out of time, or was hurried by a second signal. |
+| `cancelled:client_cancel` | Kept for cancelling by another request; nothing sets it yet. |
+| `failed` | The engine or the output path failed. |
+
+"""
+
+TESTING = """\
+# Python: `triolet.testing`
+
+The tools that our own tests use.
+They need neither torch nor sockets.
+`AsgiClient` works with any ASGI app, `open_server` starts Triolet's own.
+[How to use them](../how-to/test-a-streaming-app.md).
+
+"""
+PUBLIC = {
+    asgi: ("open_server", "AsgiServer", "AsgiClient", "AsgiExchange", "AsgiResponse"),
+    engine: ("ScriptedBackend", "serve_script", "say", "echo", "Script"),
+}
+
+
+def errors_page() -> str:
+    """Errors with their status, code and type."""
+    rows = ["| Status | `code` | `type` | When |", "| --- | --- | --- | --- |"]
+    found = sorted(_leaves(errors.ClientError), key=lambda error: error.status)
+    found += _leaves(errors.CapacityError)
+    found += [errors.RequestTimeoutError, errors.CancelledRequestError]
+    found += [errors.EngineError, errors.OutputError, errors.TrioletError]
+    for error in found:
+        code = CAUSES.get(error.__name__, f"`{error.code}`")
+        when = (error.__doc__ or "").split("\n", 1)[0].split("; ``")[0].rstrip(".") + "."
+        if error is errors.TrioletError:
+            when = "A bug of ours; it is in the log."
+        status = f"{error.status}"
+        if error is errors.CancelledRequestError:
+            status = "in a stream"
+            when = "A running request was ended from outside."
+        rows.append(f"| {status} | {code} | `{error.type}` | {_markdown(when)} |")
+    return NOTE + ERRORS + "\n".join(rows) + "\n" + ERROR_HEADERS
+
+
+def _leaves(error: type[errors.TrioletError]) -> list[type[errors.TrioletError]]:
+    below = [leaf for child in error.__subclasses__() for leaf in _leaves(child)]
+    concrete = error not in {errors.ClientError, errors.CapacityError}
+    return [error, *below] if concrete else below
+
+
+def fields_page() -> str:
+    """Fields of both endpoints, by what happens to them."""
+    shared = {field.name for field in attrs.fields(common.GenerationFields)}
+    parts = [
+        NOTE + FIELDS + "## Supported by both endpoints\n",
+        _fields(common.GenerationFields, skip=set()),
+        "## Supported by `/v1/chat/completions`\n",
+        _fields(ChatRequest, skip=shared),
+        "Each of `messages`:\n",
+        _fields(ChatMessage, skip=set()),
+        "## Supported by `/v1/completions`\n",
+        _fields(CompletionRequest, skip=shared),
+        "## `stream_options`\n",
+        _fields(common.StreamOptions, skip=set()),
+        "## Accepted without effect\n",
+        *(f"- `{name}`: {why}" for name, why in WITHOUT_EFFECT.items()),
+        "\n## Refused\n",
+        "With 400 and the field in `param`, unless the value is `null` or says nothing.\n",
+        _refused("Both endpoints", common.REFUSED, {}),
+        _refused("`/v1/chat/completions`", ChatRequest.refuses, common.REFUSED),
+        _refused("A message", ChatMessage.refuses, {}),
+        _refused("`/v1/completions`", CompletionRequest.refuses, common.REFUSED),
+        _refused("`stream_options`", common.StreamOptions.refuses, {}),
+    ]
+    return "\n".join(parts)
+
+
+def _fields(cls: type[attrs.AttrsInstance], *, skip: set[str]) -> str:
+    rows = ["| Field | Limits | Meaning |", "| --- | --- | --- |"]
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for field in attrs.fields(cls):
+        if field.name in skip or field.name in WITHOUT_EFFECT:
+            continue
+        limits = LIMITS.get(field.name) or _limits(hints[field.name])
+        rows.append(f"| `{field.name}` | {limits} | {MEANINGS[field.name]} |")
+    return "\n".join(rows) + "\n"
+
+
+def _limits(hint: object) -> str:
+    found = []
+    for part in (hint, *typing.get_args(hint)):
+        for limit in getattr(part, "__metadata__", ()):
+            if isinstance(limit, Within):
+                low = "above" if limit.low_open else "at least"
+                high = "" if limit.high is None else f", at most {limit.high:g}"
+                found.append(f"{low} {limit.low:g}{high}")
+            elif isinstance(limit, Length):
+                found.append(f"{limit.low} to {limit.high} {_unit(part)}")
+    return ", ".join(dict.fromkeys(found))
+
+
+def _unit(annotated: object) -> str:
+    return "characters" if typing.get_args(annotated)[0] is str else "items"
+
+
+def _refused(
+    where: str,
+    table: typing.Mapping[str, tuple[object, ...]],
+    shown: typing.Mapping[str, tuple[object, ...]],
+) -> str:
+    names = []
+    for name, neutral in table.items():
+        if name in shown:
+            continue
+        values = " or ".join(f"`{json.dumps(value)}`" for value in neutral)
+        names.append(f"- `{name}`" + (f", unless {values}" if values else ""))
+    return f"{where}:\n\n" + "\n".join(names) + "\n"
+
+
+def metrics_page() -> str:
+    """Every metric, as a scrape shows it."""
+    metrics = Metrics(lambda: ServerState(EngineStatistics(), live_requests=0, ready=True))
+    rows = ["| Name | Type | Labels | Meaning |", "| --- | --- | --- | --- |"]
+    metrics.ended(
+        outcome="finished", prompt_tokens=1, output_tokens=1, duration_s=1, first_token_s=1
+    )
+    for family in metrics.registry.collect():
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        shown = ", ".join(f"`{label}`" for label in sorted(labels))
+        rows.append(f"| `{name}` | {family.type} | {shown} | {family.documentation} |")
+    return NOTE + METRICS + "\n".join(rows) + "\n" + OUTCOMES
+
+
+def testing_page() -> str:
+    """The public names of the test tools, with their signatures and docstrings."""
+    parts = [NOTE + TESTING]
+    for module, names in PUBLIC.items():
+        parts.append(f"## `{module.__name__}`\n")
+        for name in names:
+            parts += _described(name, getattr(module, name))
+    return "\n".join(parts)
+
+
+def _described(name: str, thing: Callable[..., object]) -> Iterator[str]:
+    yield f"### `{name}`\n"
+    if not isinstance(thing, type):
+        yield f"```python\n{_signature(name, thing)}\n```\n"
+    yield _markdown(inspect.getdoc(thing) or "") + "\n"
+    if not isinstance(thing, type) or not attrs.has(thing):
+        return
+    fields = [f for f in attrs.fields(thing) if f.init and not f.name.startswith("_")]
+    if fields:
+        yield "\n".join(f"- `{f.name}: {f.type}{_default(f.default)}`" for f in fields) + "\n"
+    for method, function in vars(thing).items():
+        first, *_ = (inspect.getdoc(function) or "").split("\n\n")
+        if inspect.isfunction(function) and method[0] != "_" and not first.startswith("See "):
+            yield f"```python\n{_signature(method, function)}\n```\n\n{_markdown(first)}\n"
+
+
+def _default(default: object) -> str:
+    if isinstance(default, (int, float, str, type(None))):
+        return f" = {default!r}"
+    return ""
+
+
+def _signature(name: str, thing: Callable[..., object]) -> str:
+    text = (
+        str(inspect.signature(thing))
+        .replace("'", "")
+        .replace(engine.DEFAULT_REPLY, "DEFAULT_REPLY")
+    )
+    text = text.replace("(self, ", "(").replace("(self)", "()")
+    if inspect.isasyncgenfunction(inspect.unwrap(thing)):
+        text = text.replace("-> AsyncIterator[", "-> AbstractAsyncContextManager[")
+    return f"{'async ' if inspect.iscoroutinefunction(thing) else ''}def {name}{text}"
+
+
+def _markdown(text: str) -> str:
+    text = re.sub(r":\w+:`~?\.?([^`]+)`", r"`\1`", text.replace("``", "`"))
+    return re.sub(r"\n(Raises|Args|Returns):\n", r"\n\1:\n\n", text)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "errors.md": errors_page,
+    "request-fields.md": fields_page,
+    "metrics.md": metrics_page,
+    "testing.md": testing_page,
+}
+
+if __name__ == "__main__":
+    for file_name, page in PAGES.items():
+        (FOLDER / file_name).write_text(page(), encoding="utf-8")
