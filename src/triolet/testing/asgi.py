@@ -73,11 +73,11 @@ class AsgiExchange:
     async def read(self) -> AsgiResponse:
         """Read what has not been read yet, to the end."""
         body, complete = b"", False
-        while True:
+        while True:  # noqa: ASYNC913 - next_message() checkpoints or ends it
             try:
                 message = await self.next_message()
             except trio.EndOfChannel:
-                return AsgiResponse(self._status, self._headers, body, complete)
+                return AsgiResponse(self._status, self._headers, body, complete)  # noqa: ASYNC910
             if message["type"] == "http.response.body":
                 body += message.get("body", b"")
                 complete = not message.get("more_body", False)
