@@ -111,6 +111,7 @@ MEANINGS = {
     "prompt": "Text, or an array of token ids, or either in an array of one.",
     "include_usage": "A last chunk with the token counts, and `usage` in every other.",
     "continuous_usage_stats": "The counts so far in every chunk.",
+    "keepalive": "Seconds of silence between comments, in place of `--keepalive`; 0 for none.",
     "role": "`system`, `developer` (the same), `user` or `assistant`.",
     "content": "A string, or an array of text parts, which are joined by line ends.",
     "name": "Passed on to the chat template.",
@@ -128,6 +129,7 @@ WITHOUT_EFFECT = {
 }
 #: Limits of fields with a reader of their own, which no annotation tells.
 LIMITS = {
+    "keepalive": "0, or at least 1",
     "stop": f"{common.MAX_STOPS} strings of 1 to {common.MAX_STOP_CHARACTERS} characters",
     "seed": "64 bits",
     "top_k": "-1 or more",

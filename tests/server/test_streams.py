@@ -149,6 +149,15 @@ async def test_a_keepalive_of_zero_is_never_sent(autojump_clock):
     assert text(chunks(response)) == "ab"
 
 
+async def test_a_request_may_set_its_own_keepalive(autojump_clock):
+    async with open_server(served("ab", step_s=25.0)) as server:
+        often = await post(server, {**STREAM, "stream_options": {"keepalive": 2}})
+        never = await post(server, {**STREAM, "stream_options": {"keepalive": 0}})
+    assert often.body.count(b": keep-alive\n") == 31
+    assert never.body.count(b": keep-alive\n") == 0
+    assert chunks(often)[-1]["choices"] == chunks(never)[-1]["choices"]
+
+
 async def test_a_failure_before_the_first_token_has_a_status(autojump_clock):
     script = Script(token_ids=(), then_id=257, fail_at=0)
     async with open_server(serve_script(ScriptedBackend(lambda _: script))) as server:

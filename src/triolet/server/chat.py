@@ -16,6 +16,7 @@ from triolet.server.translate import (
     Prompt,
     check_model,
     engine_request,
+    keepalive_s,
     text_options,
     timeout_s,
     tokenize,
@@ -74,4 +75,5 @@ class ChatEndpoint:
             answer=chat_answer(request_id, int(time.time()), request.model, request.stream_options),
             stream=request.stream,
             timeout_s=timeout_s(request, scope, self.max_timeout_s),
+            keepalive_s=keepalive_s(request),
         )

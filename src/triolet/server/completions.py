@@ -15,6 +15,7 @@ from triolet.server.translate import (
     Prompt,
     check_model,
     engine_request,
+    keepalive_s,
     text_options,
     timeout_s,
     tokenize,
@@ -71,4 +72,5 @@ class CompletionsEndpoint:
             ),
             stream=request.stream,
             timeout_s=timeout_s(request, scope, self.max_timeout_s),
+            keepalive_s=keepalive_s(request),
         )

@@ -41,6 +41,8 @@ class Generation:
     answer: Answer
     stream: bool
     timeout_s: float
+    #: Seconds between keep-alives, 0 for none; ``None`` leaves it to the server.
+    keepalive_s: float | None = None
 
 
 class Endpoint(Protocol):
@@ -60,7 +62,7 @@ class ExchangeOptions:
 
     max_body_bytes: int
     commit_after_s: float
-    #: ``inf`` sends no keep-alives.
+    #: 0 sends no keep-alives.
     keepalive_s: float
 
 
@@ -146,12 +148,15 @@ class _Exchange:
             if not generation.stream:
                 await write_body(handle, generation.answer, self.scope, self.receive, self._send)
                 return
+            keepalive_s = generation.keepalive_s
+            if keepalive_s is None:
+                keepalive_s = options.keepalive_s
             await write_event_stream(
                 handle,
                 ChunkEncoder(generation.answer, Usage(len(generation.request.prompt_ids))),
                 self._send,
                 commit_after_s=options.commit_after_s,
-                keepalive_s=options.keepalive_s or math.inf,
+                keepalive_s=keepalive_s or math.inf,
             )
         finally:
             # However the reader leaves: a request without a reader ends. No-op after an end.

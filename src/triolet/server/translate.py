@@ -135,6 +135,11 @@ def text_options(fields: GenerationFields) -> TextOptions:
     )
 
 
+def keepalive_s(fields: GenerationFields) -> float | None:
+    """Seconds between keep-alives that the body asks for; ``None`` where it does not say."""
+    return None if fields.stream_options is None else fields.stream_options.keepalive
+
+
 def timeout_s(fields: GenerationFields, scope: Scope, max_timeout_s: float) -> float:
     """Seconds the request may take: the least of body, header and the server's limit.
 

@@ -83,6 +83,15 @@ def _read_top_k(value: object) -> int:
     return max(value, 0)
 
 
+def _read_keepalive(value: object) -> float:
+    if type(value) is not int and type(value) is not float:
+        raise mismatch("a number", value)
+    # More often than once a second is a burden that no proxy asks for.
+    if value != 0 and value < 1:
+        raise FieldError(f"must be 0 or at least 1, not {value}.")
+    return float(value)
+
+
 def _read_metadata(value: object) -> Mapping[str, str]:
     pairs = read_object(value)
     if len(pairs) > MAX_METADATA_PAIRS:
@@ -116,6 +125,9 @@ Stop = Annotated[tuple[str, ...], ReadBy(_read_stop)]
 StopTokenIds = Annotated[tuple[TokenId, ...], Length(0, MAX_STOP_TOKEN_IDS)]
 #: Seconds; the server's own limit applies where it is lower.
 Seconds = Annotated[float, Within(0, low_open=True)]
+
+#: Seconds; 0 is off.
+Keepalive = Annotated[float, ReadBy(_read_keepalive)]
 
 #: Refused on every endpoint: field name to the values that change nothing, beside ``null``.
 REFUSED: Mapping[str, tuple[object, ...]] = MappingProxyType({
@@ -179,6 +191,9 @@ class StreamOptions:
     continuous_usage_stats: bool = False
     #: Accepted without effect: OpenAI pads chunks against traffic analysis, we do not.
     include_obfuscation: bool = False
+    #: Ours. Seconds of silence between keep-alive comments, 0 for none; ``None`` leaves it to
+    #: the server.
+    keepalive: Keepalive | None = None
     refuses: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType({
         "resume": (),
         "resume_window": (),
