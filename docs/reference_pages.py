@@ -69,8 +69,6 @@ ERROR_HEADERS = """
 
 `X-Request-Id`
 : With every response.
-
-An `engine_down` has no `Retry-After`: this process will not come back, only its successor.
 """
 CAUSES = {
     "CancelledRequestError": "`client_cancel`, `slow_client` or `shutdown`",

@@ -33,6 +33,7 @@ async def main() -> None:
         load,
         max_live_requests=16,
         max_undelivered_bytes=config.max_stream_buffer,
+        max_request_timeout_s=config.request_timeout,
         drain_timeout_s=config.drain_timeout,
     )
     app = create_app(runtime, config)

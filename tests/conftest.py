@@ -22,7 +22,9 @@ from hypothesis import strategies as st
 # and two cores are shared by all.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-CPU_LIMIT_S = 0.25
+# The rule is a quarter of a second on a quiet machine; caches that others have emptied and a
+# slower processor get the same again before a test fails for it.
+CPU_LIMIT_S = 0.5
 WALL_LIMIT_S = 5.0
 TRACING_FACTOR = 4
 UNLIMITED_MARKS = ("slow", "model", "live")

@@ -81,7 +81,7 @@ def test_defaults_need_nothing():
     assert config.model is None
     assert config.engine == "torch"
     assert (config.host, config.port) == ("127.0.0.1", 8000)
-    assert config.max_body_size == 10 * 1024**2
+    assert config.max_body_size == 4 * 1024**2
     assert config == Config()
 
 
@@ -258,6 +258,9 @@ def test_a_flag_without_its_value_is_refused():
         (".toml", "config = 'x'", "no such setting"),
         (".toml", "port = ", "is broken"),
         (".yaml", "a: [", "is broken"),
+        (".yaml", "seed: 2024-13-45", "is broken"),
+        (".yaml", "[" * 1100, "is broken"),
+        (".toml", "seed = " + "9" * 5000, "is broken"),
         (".yaml", "- port", "must map"),
         (".yaml", "drain-timeout: 1\nshutdown_timeout: 2", "more than once"),
         (".yaml", "port: [1]", "must be a whole number"),
@@ -399,3 +402,16 @@ def test_the_reference_page_is_up_to_date():
 
     page = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
     assert page == module.page(), "run: python docs/configuration_page.py"
+
+
+def test_a_broken_file_does_not_repeat_the_keys_in_it(tmp_path):
+    path = tmp_path / "keys.yaml"
+    path.write_text("api-key: [sk-topsecret\nport: 8000\n")
+    message = refusal(["--config", str(path)]).message
+    assert "sk-topsecret" not in message
+    assert "line 2" in message
+
+
+def test_a_variable_of_nothing_but_commas_does_not_mean_no_key():
+    with pytest.raises(ConfigError, match="TRIOLET_API_KEY is set and names nothing"):
+        load_config(environ={"TRIOLET_API_KEY": " , "})

@@ -67,7 +67,11 @@ def test_the_metrics_page_has_every_cause_of_a_cancel():
 
 def test_the_api_page_has_every_route_and_no_other():
     runtime = Runtime(
-        trio.sleep_forever, max_live_requests=1, max_undelivered_bytes=1, drain_timeout_s=1
+        trio.sleep_forever,
+        max_live_requests=1,
+        max_undelivered_bytes=1,
+        max_request_timeout_s=1,
+        drain_timeout_s=1,
     )
     routes = {
         f"{method} {re.sub(':path', '', route.path)}"

@@ -215,6 +215,7 @@ def test_a_layer_that_attends_twice_is_refused():
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2", "mistral", "mistral-long"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
 def test_the_families_we_name_pass(name, dtype):
     check_architecture(model := build(name, dtype=dtype))
     check_logits(model)

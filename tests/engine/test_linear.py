@@ -46,3 +46,9 @@ def test_without_the_operators_layers_stay_as_they_are(monkeypatch):
     model = nn.Sequential(nn.Linear(4, 4))
     assert pack_linear_layers(model) == 0
     assert type(model[0]) is nn.Linear
+
+
+def test_a_packed_layer_tells_its_dtype_and_poisons_whoever_computes_with_its_weight():
+    layer = PackedLinear(nn.Linear(4, 6))
+    assert (layer.weight.dtype, layer.weight.shape) == (torch.float32, (6, 4))
+    assert (torch.ones(1, 4) @ layer.weight.T).isnan().all()

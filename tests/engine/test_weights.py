@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from triolet.engine import weights
 from triolet.engine.gguf import find_packaged_model, open_gguf
-from triolet.engine.weights import load_model
+from triolet.engine.weights import _eos_ids, load_model
 from triolet.errors import ConfigError, ModelLoadError, UnsupportedModelError
 
 pytestmark = pytest.mark.torch
@@ -226,11 +226,27 @@ def test_a_gguf_of_an_unknown_architecture_is_refused(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    lines = []
 
-    with pytest.raises(ModelLoadError, match="perceptron"):
-        load_model(str(tmp_path / "odd.gguf"), progress=lines.append, attn_implementation="sdpa")
-    assert any("slow" in line for line in lines)
+    with pytest.raises(UnsupportedModelError, match="'perceptron'; only llama"):
+        load(tmp_path / "odd.gguf")
+
+
+def test_weights_that_the_architecture_has_no_place_for_are_refused(tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    config.num_hidden_layers = 1
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1.*has no place for"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["x", ["a"], {"a": 1}, 2.0, True])
+def test_an_end_token_that_is_no_id_is_refused(value):
+    with pytest.raises(ModelLoadError, match="eos_token_id"):
+        _eos_ids(value)
 
 
 @pytest.mark.slow

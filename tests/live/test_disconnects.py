@@ -176,7 +176,13 @@ async def open_here(*, step_s):
         await trio.lowlevel.checkpoint()
         return served
 
-    runtime = Runtime(load, max_live_requests=64, max_undelivered_bytes=65_536, drain_timeout_s=0)
+    runtime = Runtime(
+        load,
+        max_live_requests=64,
+        max_undelivered_bytes=65_536,
+        max_request_timeout_s=600,
+        drain_timeout_s=0,
+    )
     app = create_app(runtime, Config())
     async with trio.open_nursery() as nursery:
         await nursery.start(runtime.run)

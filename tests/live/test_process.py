@@ -44,7 +44,11 @@ async def load():
     return serve_script(ScriptedBackend(say("abcdef"), step_s=0.05, die_after_steps=3))
 
 serve.create_runtime = lambda _: Runtime(
-    load, max_live_requests=4, max_undelivered_bytes=65536, drain_timeout_s=60
+    load,
+    max_live_requests=4,
+    max_undelivered_bytes=65536,
+    max_request_timeout_s=600,
+    drain_timeout_s=60,
 )
 sys.exit(serve.run(Config(port=0)))
 """

@@ -24,9 +24,17 @@ def test_retry_after_follows_the_rate_at_which_requests_end():
         admission.enter(0.0)
     for second in (10.0, 20.0, 30.0):
         admission.leave(second)
-    # The window opens at the first end: three ends, the newest now, over 20 s.
-    assert admission.retry_after_s(30.0) == 7
-    assert admission.retry_after_s(10_000.0) == RETRY_AFTER_MAX_S
+    assert admission.retry_after_s(30.0) == 10
+    # An hour later nobody knows anything from that.
+    assert admission.retry_after_s(3630.0) == RETRY_AFTER_MIN_S
+
+
+def test_retry_after_stays_within_what_clients_honour():
+    admission = Admission(max_live=2)
+    for second in (0.0, 500.0):
+        admission.enter(second)
+        admission.leave(second)
+    assert admission.retry_after_s(501.0) == RETRY_AFTER_MAX_S
 
 
 @given(st.lists(st.booleans()), st.integers(1, 5))

@@ -112,14 +112,26 @@ async def test_tokens_arrive_in_order(bridge):
     assert got[A] == sorted(got[A])
 
 
-async def test_an_abort_in_the_batch_of_its_submission_is_not_lost(bridge):
-    thread, steps = bridge
-    thread.submit(request(A, 1_000_000))
-    thread.abort(A)
-    thread.submit(request(B, 2))
-    await finish(steps, B)
-    assert thread.engine.aborts == [A]
-    assert not thread.engine.live
+async def test_what_came_and_went_within_a_step_never_reaches_the_engine():
+    engine = CountingEngine(gate=threading.Semaphore(0))
+    thread = EngineThread(engine)
+    send, receive = trio.open_memory_channel[StepResult](4)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(thread.run, send)
+        thread.submit(request(B, 2))
+        await until(lambda: B in engine.live)
+        for number in range(1000):
+            gone = RequestId(str(number))
+            thread.submit(request(gone, 1_000_000))
+            thread.pause(gone)
+            thread.abort(gone)
+        inbox = thread._inbox
+        assert (inbox.submitted, inbox.paused, inbox.aborted) == ({}, {}, {})
+        engine.gate.release(10)
+        got = await finish(receive, B)
+        assert len(got[B]) == 2
+        assert engine.aborts == []
+        nursery.cancel_scope.cancel()
 
 
 async def test_an_abort_takes_effect_at_the_next_step():

@@ -33,7 +33,13 @@ async def open_loading(loaded, *, result=None, failure=None):
             raise failure
         return result
 
-    runtime = Runtime(load, max_live_requests=4, max_undelivered_bytes=4096, drain_timeout_s=30)
+    runtime = Runtime(
+        load,
+        max_live_requests=4,
+        max_undelivered_bytes=4096,
+        max_request_timeout_s=600,
+        drain_timeout_s=30,
+    )
     async with trio.open_nursery() as nursery:
         await nursery.start(runtime.run)
         yield runtime, AsgiClient(create_app(runtime, Config()), nursery)

@@ -98,7 +98,7 @@ def too_long(name, body, path, tokens, more, param):
 
 
 def too_large(name, body, **headers):
-    message = "The body is longer than 10485760 bytes, the server's limit."
+    message = "The body is longer than 4194304 bytes, the server's limit."
     return Bad(name, body, message, code="body_too_large", status=413, headers=headers)
 
 
@@ -375,3 +375,16 @@ async def test_refusals_are_counted(autojump_clock, served):
             await server.client.request("POST", CHAT, body=body)
         metrics = (await server.client.request("GET", "/metrics")).body.decode()
     assert 'triolet_requests_total{outcome="rejected"} 3.0' in metrics
+
+
+async def test_a_prompt_that_cannot_fit_is_refused_without_tokenizing_it(monkeypatch):
+    async with open_server() as server:
+        tokenizer = server.runtime.served.tokenizer
+        longest = server.runtime.served.info.max_model_len * len("<|assistant|>")
+        body = {"model": "scripted", "prompt": "x" * (4 * longest + 1)}
+        calls = []
+        monkeypatch.setattr(type(tokenizer), "encode", lambda _, text, **__: calls.append(text))
+        response = await server.client.request("POST", "/v1/completions", json_body=body)
+    assert (response.status, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert response.json()["error"]["param"] == "prompt"
+    assert calls == []

@@ -11,13 +11,13 @@ from tests.server.reading import CHAT, STREAM, chunks, error, events, held, text
 from trio.testing import wait_all_tasks_blocked
 
 from triolet.config import Config
-from triolet.core import RequestId
-from triolet.runtime.lifecycle import Phase
+from triolet.core import EngineRequest, RequestId, SamplingParams
+from triolet.runtime.lifecycle import Phase, TextOptions
 from triolet.testing.asgi import open_server
 from triolet.testing.engine import ScriptedBackend, say, serve_script
 
 # Short of what is tokenized in a thread, which a virtual clock would not wait for.
-LONG = {**STREAM, "messages": [{"role": "user", "content": "x" * 2000}]}
+LONG = {**STREAM, "messages": [{"role": "user", "content": "x" * 1900}]}
 PATH = "/v1/chat/completions"
 
 
@@ -77,7 +77,7 @@ async def test_a_disconnect_in_the_middle_of_prefill_frees_all(mock_clock, outco
             mock_clock.jump(1.0)
         await settle()
         statistics = server.runtime.backend().statistics()
-        assert 0 < statistics.steps * 256 < 2000
+        assert 0 < statistics.steps * 256 < 1900
         assert statistics.output_tokens == 0
         exchange.disconnect()
         await settle()
@@ -222,7 +222,7 @@ async def test_a_dead_engine_fails_every_request_and_stops_the_server(autojump_c
     assert health.status == 503
     assert server.runtime.failure is not None
     assert server.runtime.phase is Phase.STOPPED
-    assert outcomes() == ["failed"]
+    assert outcomes() == ["failed", "rejected"]
 
 
 @pytest.mark.slow
@@ -261,6 +261,66 @@ async def test_a_full_server_says_when_to_come_back(autojump_clock, outcomes):
         metrics = (await server.client.request("GET", "/metrics")).body.decode()
     assert 'triolet_requests_total{outcome="rejected"} 1.0' in metrics
     assert 'triolet_requests_total{outcome="cancelled:disconnect"} 2.0' in metrics
+
+
+async def test_who_is_still_being_read_has_a_place_too(autojump_clock, outcomes):
+    config = Config(max_num_seqs=1, max_num_queued_reqs=0)
+    async with open_server(served(), config) as server:
+        uploading = server.client.start("POST", PATH, body=None, more_body=True)
+        await settle()
+        assert server.runtime.live_requests == 1
+        refused = await server.client.request("POST", PATH, json_body=CHAT)
+        assert (refused.status, error(refused)["code"]) == (429, "queue_full")
+        uploading.disconnect()
+        await settle()
+        assert held(server) == (0, 0, 0)
+        assert outcomes() == ["rejected", "cancelled:disconnect"]
+
+
+async def test_an_upload_counts_against_the_deadline_of_its_request(autojump_clock, outcomes):
+    async with open_server(served(), Config(request_timeout=7)) as server:
+        started = trio.current_time()
+        uploading = server.client.start("POST", PATH, body=None, more_body=True)
+        response = await uploading.read()
+        assert trio.current_time() - started == pytest.approx(7)
+        assert (response.status, error(response)["code"]) == (504, "timeout")
+        assert held(server) == (0, 0, 0)
+    assert outcomes() == ["cancelled:timeout"]
+
+
+async def test_a_drain_before_the_first_byte_is_a_503_that_clients_try_again(autojump_clock):
+    async with open_server(served(step_s=100.0), Config(drain_timeout=1)) as server:
+        exchange = server.client.start("POST", PATH, json_body=STREAM)
+        await settle()
+        server.runtime.drain()
+        response = await exchange.read()
+    assert (response.status, error(response)["code"]) == (503, "draining")
+    assert response.headers["retry-after"] == "5"
+
+
+async def test_a_book_that_cannot_be_written_ends_nobody_elses_request(autojump_clock):
+    async with open_server(served(step_s=0.1)) as server:
+
+        def full_disk(_):
+            raise OSError("no space left on device")
+
+        server.runtime.on_record = full_disk
+        other = server.client.start("POST", PATH, json_body={**STREAM, "max_tokens": 50})
+        await server.client.request("POST", PATH, json_body={**CHAT, "max_tokens": 2})
+        assert chunks(await other.read())
+        assert held(server) == (0, 0, 0)
+
+
+async def test_a_backend_that_refuses_a_request_leaves_nothing_of_it(autojump_clock, outcomes):
+    def scripts(request):
+        raise LookupError(request.id)
+
+    request = EngineRequest(RequestId("a"), (1,), SamplingParams(max_tokens=1))
+    async with open_server(serve_script(ScriptedBackend(scripts))) as server:
+        with pytest.raises(LookupError), server.runtime.arrive(request.id) as arrival:
+            arrival.admit(request, TextOptions(), timeout_s=1)
+        assert held(server) == (0, 0, 0)
+        assert outcomes() == ["failed"]
 
 
 def error_of_stream(response) -> str:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import time
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trio
 
 from triolet.core import ModelInfo
-from triolet.errors import ModelLoadError
+from triolet.errors import ModelLoadError, StartupError
 from triolet.runtime.bridge import EngineThread
 from triolet.runtime.lifecycle import Runtime, Served
 from triolet.testing.engine import ScriptedBackend, echo, say, serve_script
@@ -38,6 +39,7 @@ def create_runtime(config: Config) -> Runtime:
         loader(config),
         max_live_requests=config.max_num_seqs + config.max_num_queued_reqs,
         max_undelivered_bytes=config.max_stream_buffer,
+        max_request_timeout_s=config.request_timeout,
         drain_timeout_s=config.drain_timeout,
     )
 
@@ -50,12 +52,19 @@ def loader(config: Config) -> Callable[[], Awaitable[Served]]:
             await trio.lowlevel.checkpoint()
             return _scripted(config)
         started = time.monotonic()
-        served = await trio.to_thread.run_sync(
-            partial(_local, config),
-            # A load cannot be interrupted; a drain must not wait for it. The thread is a
-            # daemon and holds nothing that outlives the process.
-            abandon_on_cancel=True,
-        )
+        try:
+            served = await trio.to_thread.run_sync(
+                partial(_local, config),
+                # A load cannot be interrupted; a drain must not wait for it. The thread is a
+                # daemon and holds nothing that outlives the process.
+                abandon_on_cancel=True,
+            )
+        except StartupError:
+            raise
+        except Exception as error:
+            logger.debug("the model could not be loaded", exc_info=True)
+            reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+            raise ModelLoadError(f"The model cannot be loaded: {reason}.") from error
         logger.info("ready after %.1f s", time.monotonic() - started)
         return served
 
@@ -80,7 +89,10 @@ def _local(config: Config) -> Served:
         from triolet.prompt.huggingface import load_tokenizer  # noqa: PLC0415 - as above
     except ImportError as error:
         raise ModelLoadError(TORCH_HINT) from error
-    source, name = config.model, config.model
+    # A folder's or file's own name: its path is nobody's business but ours.
+    source, name = config.model, config.model and Path(config.model).name
+    if config.model and not Path(config.model).exists():
+        name = config.model  # a hub id, slash and all
     if source is None:
         packaged = find_packaged_model()
         if packaged is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,10 +18,9 @@ from triolet.observe.logs import configure_logging
 from triolet.runtime.lifecycle import Phase
 from triolet.server.app import create_app
 from triolet.server.listen import ListenOptions, serve
-from triolet.server.signals import open_stop_signals
+from triolet.server.signals import STOP_SIGNALS, open_stop_signals
 
 if TYPE_CHECKING:
-    import signal
     from collections.abc import AsyncIterator
 
     from triolet.config import Config
@@ -43,6 +43,9 @@ def run(config: Config) -> int:
         level=config.log_level, log_format=config.log_format, requests=config.access_log
     )
     runtime = create_runtime(config)
+    for stop in STOP_SIGNALS:
+        # What Trio puts back when it is done: a stop signal more must not kill the exit.
+        signal.signal(stop, signal.SIG_IGN)
     failure = trio.run(_run, config, runtime)
     if failure is None and runtime.model is None:
         # Stopped while it loaded. The loader's thread is still in the middle of native code,

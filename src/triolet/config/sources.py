@@ -102,7 +102,11 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
 
 def _split(setting: Setting, variable: str, text: str) -> object:
     if setting.repeatable:
-        return tuple(item.strip() for item in text.split(",") if item.strip())
+        items = tuple(item.strip() for item in text.split(",") if item.strip())
+        if not items:
+            # Two unset variables joined by a comma must not mean "no key needed".
+            raise ConfigError(f"{variable} is set and names nothing.", param=setting.name)
+        return items
     if variable == "OMP_NUM_THREADS":
         # OpenMP allows a list, one number for each level of nesting; the first is ours.
         return text.partition(",")[0]
@@ -148,8 +152,14 @@ def _read_file(path: str) -> Mapping[object, object]:
         raise ConfigError(
             f"--config {path} cannot be read: {error.strerror}.", param="config"
         ) from None
-    except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        # YAML's own text quotes the line, and a key may stand in it.
+        mark = getattr(error, "problem_mark", None)
+        reason = (
+            f"line {mark.line + 1}: {getattr(error, 'problem', None) or 'not YAML'}"
+            if mark
+            else " ".join(str(error).split())
+        )
         raise ConfigError(f"--config {path} is broken: {reason}.", param="config") from None
     if content is None:  # an empty YAML file
         return {}

@@ -17,6 +17,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import mmap
@@ -97,7 +98,9 @@ class GgufFile:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._map.close()
+        # The traceback of a failed read may still hold a view; the map then goes with it.
+        with contextlib.suppress(BufferError):
+            self._map.close()
 
     def read(self, name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
         """Dequantise one tensor into a fresh float32 array of its shape.

@@ -11,6 +11,8 @@ name, so where a torch has them not, the layers stay as they are.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from typing import Any
 
 import torch
@@ -34,6 +36,9 @@ class PackedLinear(nn.Module):
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(  # noqa: SLF001 - see module
             linear.weight.detach(), None
         )
+        # Some models ask for its dtype. One that computes with it gets NaN, which the check of
+        # the logits at load refuses.
+        self.weight = linear.weight.detach().new_full((), float("nan")).expand(linear.weight.shape)
         bias: Tensor | None = linear.bias  # torch's annotation forgets the None
         self.register_buffer("bias", bias if bias is None else bias.detach())
 
@@ -65,6 +70,11 @@ def pack_linear_layers(model: nn.Module) -> int:
             if type(child) is nn.Linear and _fits(child.weight):
                 setattr(module, name, PackedLinear(child))
                 replaced += 1
+    if replaced and sys.platform == "linux":
+        # glibc keeps what was freed: half a gigabyte for SmolLM2. Other C libraries do not.
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
     return replaced
 
 

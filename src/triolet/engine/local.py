@@ -8,6 +8,7 @@ import attrs
 import psutil
 import torch
 
+from triolet.engine.architecture import check_architecture
 from triolet.engine.blocks import BlockPool
 from triolet.engine.kv import bytes_per_block
 from triolet.engine.linear import pack_linear_layers
@@ -67,6 +68,7 @@ def load_engine(
     torch.set_num_threads(options.threads)
     weights = load_model(source, progress=progress, dtype=dtype, device=device, revision=revision)
     max_model_len = _model_length(options, weights)
+    check_architecture(weights.model)
     # After the facts have been read of the plain layers, before the check that runs them.
     pack_linear_layers(weights.model)
     num_blocks = _num_blocks(options, weights, max_model_len)

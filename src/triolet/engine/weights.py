@@ -3,9 +3,7 @@
 All that is not the model itself (how long, how wide, what ends a text) is read here once and
 handed on as plain values. Pickles are never opened and code of a repository is never run.
 
-A GGUF file of the Llama architecture takes our own path: transformers needs half a minute for
-what takes two seconds here. There is no cache of converted weights, because that would save
-little more than it could get wrong.
+There is no cache of converted weights: it would save little more than it could get wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +19,9 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
 
+from triolet.engine.attention import NAME
 from triolet.engine.gguf import GgufFile, MetadataValue, open_gguf
+from triolet.engine.gguf_llama import build_llama
 from triolet.errors import ConfigError, ModelLoadError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -51,43 +51,6 @@ _LOAD_ERRORS: Final = (
     StrictDataclassError,
 )
 
-_LLAMA_MODULES: Final = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_LLAMA_TENSORS: Final = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-#: All of these end a text: of a sequence, of a turn, of a message.
-_END_TOKENS: Final = ("eos", "eot", "eom")
-#: Llama 3's long-context scaling, as one divisor per rotary frequency.
-_ROPE_FACTORS: Final = "rope_freqs.weight"
-#: The settings this path honours. Any other changes what the model computes, so it is refused.
-_LLAMA_KEYS: Final = frozenset({
-    "attention.head_count",
-    "attention.head_count_kv",
-    "attention.key_length",
-    "attention.layer_norm_rms_epsilon",
-    "attention.value_length",
-    "block_count",
-    "context_length",
-    "embedding_length",
-    "feed_forward_length",
-    "rope.dimension_count",
-    "rope.freq_base",
-    "tensor_data_layout",
-    "vocab_size",
-})
-
 
 @attrs.frozen(eq=False)
 class LoadedWeights:
@@ -116,7 +79,7 @@ def load_model(
     dtype: str = "auto",
     device: str = "auto",
     revision: str | None = None,
-    attn_implementation: str = "triolet",
+    attn_implementation: str = NAME,
 ) -> LoadedWeights:
     """Load a model. Blocks for seconds to minutes: call it from a thread.
 
@@ -200,12 +163,19 @@ def _describe(
         path=path,
         max_model_len=max_model_len,
         vocab_size=weight.shape[0],
-        eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
+        eos_token_ids=_eos_ids(eos),
         architecture=type(model).__name__,
         dtype=str(weight.dtype).removeprefix("torch."),
         device=str(weight.device),
         gguf_metadata=metadata,
     )
+
+
+def _eos_ids(value: object) -> frozenset[int]:
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(item) is int for item in values):
+        raise ModelLoadError(f"The model's eos_token_id is {value!r}; it must be ids.")
+    return frozenset(values)
 
 
 def _download(source: str, revision: str | None, progress: Progress) -> Path:
@@ -247,153 +217,44 @@ def _load_folder(
         )
     except _LOAD_ERRORS as error:
         raise _unreadable(folder, error) from error
-    # transformers fills a gap with random numbers and a warning; a server must not.
+    _check_complete(folder.name, report)
+    return cast("transformers.PreTrainedModel", model)
+
+
+def _check_complete(name: str, report: Mapping[str, Any]) -> None:
+    """Transformers fills a gap with random numbers and drops what it has no place for."""
     missing = sorted(report["missing_keys"])
     if missing or report["mismatched_keys"]:
         raise ModelLoadError(
-            f"{folder.name} is incomplete: its weights lack or misfit"
+            f"{name} is incomplete: its weights lack or misfit"
             f" {missing[0] if missing else min(report['mismatched_keys'])[0]}."
         )
-    return cast("transformers.PreTrainedModel", model)
+    if report["unexpected_keys"]:
+        raise UnsupportedModelError(
+            f"{name} holds {min(report['unexpected_keys'])}, which this architecture has no place"
+            " for; without it the model would compute something else."
+        )
 
 
 def _load_gguf(
     file: GgufFile, dtype: torch.dtype, attn_implementation: str, progress: Progress
 ) -> transformers.PreTrainedModel:
-    if file.metadata.get("split.count", 0) not in {0, 1}:
+    if file.metadata.get("split.count") not in (None, 0, 1):
         raise ModelLoadError(f"{file.path.name} is one part of several; merge them first.")
     architecture = file.metadata.get("general.architecture")
-    size = file.path.stat().st_size
-    progress(f"Reading {file.path.name} ({size / 1e6:,.0f} MB)")
-    try:
-        if architecture == "llama":
-            return _build_llama(file, dtype, attn_implementation)
-        progress(f"GGUF of architecture {architecture} goes through transformers, which is slow")
-        model = _AUTO.from_pretrained(
-            str(file.path.parent),
-            gguf_file=file.path.name,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            trust_remote_code=False,
-            local_files_only=True,
+    if architecture != "llama":
+        # transformers reads more, and fills what it does not find with random numbers.
+        raise UnsupportedModelError(
+            f"{file.path.name} is a GGUF of the architecture {architecture!r}; only llama is read"
+            " from GGUF. Use the safetensors of the same model."
         )
+    progress(f"Reading {file.path.name} ({file.path.stat().st_size / 1e6:,.0f} MB)")
+    try:
+        return build_llama(file, dtype, attn_implementation)
     except _LOAD_ERRORS as error:
         raise _unreadable(file.path, error) from error
-    return cast("transformers.PreTrainedModel", model)
 
 
 def _unreadable(path: Path, error: Exception) -> ModelLoadError:
     reason = str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__
     return ModelLoadError(f"{path.name} cannot be loaded: {reason}.")
-
-
-def _build_llama(
-    file: GgufFile, dtype: torch.dtype, attn_implementation: str
-) -> transformers.PreTrainedModel:
-    """Build the module without storage, then give it the dequantised tensors as they are."""
-    config = _llama_config(file)
-    with torch.device("meta"):
-        model: Any = _AUTO.from_config(config, attn_implementation=attn_implementation)
-    state = {
-        _llama_name(file, name): _read_llama(file, name, config).to(dtype)
-        for name in file.tensors
-        if name != _ROPE_FACTORS
-    }
-    if config.tie_word_embeddings:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    try:
-        model.load_state_dict(state, strict=True, assign=True)
-    except RuntimeError as error:
-        raise _incomplete(file) from error
-    model.tie_weights()
-    # Its buffers are in no file. The shapes are checked by now, so nothing here is large.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    if _ROPE_FACTORS in file.tensors:
-        model.model.rotary_emb.inv_freq /= torch.from_numpy(file.read(_ROPE_FACTORS))
-    return cast("transformers.PreTrainedModel", model)
-
-
-def _read_llama(file: GgufFile, name: str, config: Any) -> torch.Tensor:  # noqa: ANN401 - as _AUTO
-    """One tensor as transformers orders it.
-
-    GGUF rotates neighbouring pairs of a query or key head, transformers its two halves.
-    """
-    values = torch.from_numpy(file.read(name))
-    if name.endswith(".attn_q.weight"):
-        heads = config.num_attention_heads
-    elif name.endswith(".attn_k.weight"):
-        heads = config.num_key_value_heads
-    else:
-        return values
-    rows, columns = values.shape
-    return values.view(heads, -1, 2, columns).transpose(1, 2).reshape(rows, columns)
-
-
-def _incomplete(file: GgufFile) -> ModelLoadError:
-    return ModelLoadError(f"{file.path.name} does not hold the tensors its settings ask for.")
-
-
-def _llama_name(file: GgufFile, name: str) -> str:
-    if name in _LLAMA_TENSORS:
-        return _LLAMA_TENSORS[name]
-    match name.split("."):
-        case ["blk", number, part, "weight"] if part in _LLAMA_MODULES:
-            return f"model.layers.{number}.{_LLAMA_MODULES[part]}.weight"
-    raise UnsupportedModelError(f"{file.path.name} has a tensor {name!r} that Llama has not.")
-
-
-def _llama_config(file: GgufFile) -> transformers.LlamaConfig:
-    settings = {
-        key.removeprefix("llama."): value
-        for key, value in file.metadata.items()
-        if key.startswith("llama.")
-    }
-    unknown = sorted(settings.keys() - _LLAMA_KEYS)
-    if unknown:
-        raise UnsupportedModelError(
-            f"{file.path.name} sets llama.{unknown[0]}, which is not supported for GGUF;"
-            " use the safetensors version of this model."
-        )
-
-    def integer(key: str, default: int | None = None) -> int:
-        value = settings.get(key, default)
-        if not isinstance(value, int) or value <= 0:
-            raise ModelLoadError(f"{file.path.name} has no usable llama.{key}.")
-        return value
-
-    def number(key: str, default: float | None = None) -> float:
-        value = settings.get(key, default)
-        if not isinstance(value, float) or value <= 0:
-            raise ModelLoadError(f"{file.path.name} has no usable llama.{key}.")
-        return value
-
-    heads = integer("attention.head_count")
-    width = integer("embedding_length")
-    rotated = integer("rope.dimension_count", width // heads)
-    head_dim = integer("attention.key_length", rotated)
-    if integer("attention.value_length", head_dim) != head_dim or rotated != head_dim:
-        raise UnsupportedModelError(
-            f"{file.path.name} rotates only part of a head, which is not supported for GGUF."
-        )
-    embedding = file.tensors.get("token_embd.weight")
-    layers = integer("block_count")
-    if embedding is None or layers > len(file.tensors):
-        raise _incomplete(file)
-    ends = {file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _END_TOKENS}
-    return transformers.LlamaConfig(
-        vocab_size=embedding.shape[0],
-        hidden_size=width,
-        intermediate_size=integer("feed_forward_length"),
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=integer("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        max_position_embeddings=integer("context_length"),
-        rms_norm_eps=number("attention.layer_norm_rms_epsilon"),
-        # 10,000 is llama.cpp's own value where the file has none.
-        rope_parameters={"rope_type": "default", "rope_theta": number("rope.freq_base", 10_000.0)},
-        tie_word_embeddings="output.weight" not in file.tensors,
-        bos_token_id=None,  # the tokenizer's affair
-        eos_token_id=sorted(end for end in ends if isinstance(end, int)) or None,
-        pad_token_id=None,
-    )

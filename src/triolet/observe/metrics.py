@@ -68,7 +68,7 @@ class Metrics:
         )
         self._duration = Histogram(
             "triolet_request_duration_seconds",
-            "From admission to the end of a request, by outcome.",
+            "From arrival to the end of a request, by outcome.",
             ["outcome"],
             buckets=SECONDS_BUCKETS,
             registry=registry,

@@ -102,7 +102,11 @@ class HuggingFaceTokenizer:
                 the model has no embedding for.
         """
         _check_unicode(text, param=None)
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # The call for one text keeps the GIL to its end, the call for many gives it away.
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        ids = encoding.ids
         if ids and max(ids) >= len(self.vocabulary):
             raise InvalidRequestError("The text holds a special token that this model lacks.")
         return list(ids)

@@ -45,8 +45,10 @@ class Admission:
         self._ended_s.append(now_s)
 
     def retry_after_s(self, now_s: float) -> float:
-        """Seconds until a place is free, by the rate at which requests have ended lately."""
-        if not self._ended_s:
+        """Seconds until a place is free, by the rate at which requests ended last."""
+        ends = len(self._ended_s) - 1
+        if ends < 1 or now_s - self._ended_s[-1] > RETRY_AFTER_MAX_S:
+            # Nothing to go by, or nothing that still says anything.
             return RETRY_AFTER_MIN_S
-        per_request_s = (now_s - self._ended_s[0]) / len(self._ended_s)
+        per_request_s = (self._ended_s[-1] - self._ended_s[0]) / ends
         return min(max(math.ceil(per_request_s), RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S)

@@ -7,8 +7,9 @@ waits *in Trio* for the inbox to fill, where cancellation reaches it; while busy
 per step whether it was cancelled. Each step's result goes through a bounded channel: where the
 event loop lags, the thread waits there and generates nothing, so memory cannot grow.
 
-The inbox is bounded without a limit of its own: admission bounds live requests, a submission
-stands in it once, and aborts and pauses are kept by request id, the newest word winning.
+The inbox is bounded without a limit of its own, by the number of live requests: it holds at
+most one word about each. An abort takes the place of a submission that the thread has not seen,
+so a request that came and went within one step leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -55,14 +56,20 @@ class StepEngine(Protocol):
 class Inbox:
     """Commands that wait for the next step."""
 
-    submitted: list[EngineRequest] = attrs.field(factory=list)
+    submitted: dict[RequestId, EngineRequest] = attrs.field(factory=dict)
     #: True pauses, False resumes.
     paused: dict[RequestId, bool] = attrs.field(factory=dict)
     aborted: dict[RequestId, None] = attrs.field(factory=dict)
 
+    def abort(self, request_id: RequestId) -> None:
+        """Take a request back, or have the engine drop it."""
+        self.paused.pop(request_id, None)
+        if self.submitted.pop(request_id, None) is None:
+            self.aborted[request_id] = None
+
     def deliver(self, engine: StepEngine) -> None:
-        """Hand everything over. Aborts last: an abort always finds its submission before it."""
-        for request in self.submitted:
+        """Hand everything over."""
+        for request in self.submitted.values():
             engine.add(request)
         for request_id, paused in self.paused.items():
             (engine.pause if paused else engine.resume)(request_id)
@@ -85,13 +92,13 @@ class EngineThread:
     def submit(self, request: EngineRequest) -> None:
         """See :meth:`triolet.runtime.backend.Backend.submit`."""
         with self._lock:
-            self._inbox.submitted.append(request)
+            self._inbox.submitted[request.id] = request
         self._wake.set()
 
     def abort(self, request_id: RequestId) -> None:
         """See :meth:`triolet.runtime.backend.Backend.abort`."""
         with self._lock:
-            self._inbox.aborted[request_id] = None
+            self._inbox.abort(request_id)
         self._wake.set()
 
     def pause(self, request_id: RequestId) -> None:

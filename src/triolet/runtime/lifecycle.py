@@ -25,12 +25,14 @@ from triolet.errors import (
     CapacityError,
     DrainingError,
     EngineDownError,
+    EngineError,
     NotReadyError,
 )
 from triolet.observe.logs import REQUEST_LOGGER
 from triolet.output.request import RequestOutput
 from triolet.prompt.tokenizer import Tokenizer
 from triolet.runtime.admission import Admission
+from triolet.runtime.arrival import Arrival
 from triolet.runtime.backend import Backend
 from triolet.runtime.record import RequestRecord
 from triolet.runtime.request import RequestHandle
@@ -66,6 +68,12 @@ class Served:
     info: ModelInfo
     tokenizer: Tokenizer
     backend: Backend
+    #: Bytes of the longest token: what one of the context's tokens can stand for at most.
+    longest_token_bytes: int = attrs.field(init=False)
+
+    @longest_token_bytes.default
+    def _longest(self) -> int:
+        return max(map(len, filter(None, self.tokenizer.vocabulary.token_bytes)), default=1)
 
 
 @attrs.frozen
@@ -84,6 +92,8 @@ class Runtime:
     _load: Callable[[], Awaitable[Served]] = attrs.field(repr=False)
     max_live_requests: int
     max_undelivered_bytes: int
+    #: Seconds that one request may take in all; it may ask for less.
+    max_request_timeout_s: float
     #: Seconds that running requests get once a drain has begun.
     drain_timeout_s: float
     #: Told of every request's end.
@@ -213,7 +223,7 @@ class Runtime:
                     handle.feed(tokens, step.sampled_ns)
             for failure in step.failures:
                 if handle := self._handles.get(failure.request_id):
-                    handle.fail_step(failure.message)
+                    handle.fail(EngineError(failure.message))
 
     # What the server's routes ask for.
 
@@ -246,26 +256,33 @@ class Runtime:
 
     @property
     def live_requests(self) -> int:
-        """Requests that have not ended."""
-        return len(self._handles)
+        """Requests that have not ended, those still being read included."""
+        return self._admission.live
 
-    def admit(
-        self,
-        request: EngineRequest,
-        text: TextOptions,
-        *,
-        timeout_s: float,
-    ) -> RequestHandle:
-        """Register a request, hand it to the engine and start its scope. No await in between.
-
-        The caller holds the handle and calls :meth:`RequestHandle.cancel` when it leaves.
+    def arrive(self, request_id: RequestId) -> Arrival:
+        """Take a place for a request of which nothing has been read yet.
 
         Raises:
             CapacityError: Loading, draining, down, or full.
         """
+        now = trio.current_time()
+        arrival = Arrival(
+            self, request_id, arrived_s=now, deadline_s=now + self.max_request_timeout_s
+        )
+        try:
+            self.served  # noqa: B018 - raises where there is none
+            self._admission.enter(now)
+        except CapacityError:
+            self._write(arrival.record("rejected"))
+            raise
+        return arrival
+
+    def admit(
+        self, arrival: Arrival, request: EngineRequest, text: TextOptions, *, timeout_s: float
+    ) -> RequestHandle:
+        """See :meth:`triolet.runtime.arrival.Arrival.admit`. No await from start to end."""
         served = self.served
         assert self._requests is not None  # noqa: S101 - READY means the nursery is open
-        now = trio.current_time()
         handle = RequestHandle(
             id=request.id,
             backend=served.backend,
@@ -278,29 +295,39 @@ class Runtime:
             ),
             max_undelivered_bytes=self.max_undelivered_bytes,
             on_end=self._request_ended,
+            received_ns=arrival.received_ns,
         )
-        handle.scope.deadline = now + timeout_s
-        # From here on nothing can fail but what undoes itself: a place taken is a scope started.
-        self._admission.enter(now)
-        self._handles[request.id] = handle
+        handle.scope.deadline = min(arrival.deadline_s, arrival.arrived_s + timeout_s)
         served.backend.submit(request)
         self._requests.start_soon(handle.run, name=f"request {request.id}")
+        self._handles[request.id] = handle
         return handle
 
     def _request_ended(self, record: RequestRecord) -> None:
         del self._handles[record.id]
-        self._admission.leave(trio.current_time())
         if self._draining.is_set() and not self._handles:
             self._idle.set()
+        self.left(record)
+
+    def left(self, record: RequestRecord) -> None:
+        """A request, live or not yet, gives its place back."""
+        self._admission.leave(trio.current_time())
+        self._write(record)
+
+    def _write(self, record: RequestRecord) -> None:
         request_logger.info(
             "%s %s: %d prompt tokens, %d output tokens, %.3f s",
             record.id,
             record.outcome,
             record.usage.prompt_tokens,
             record.usage.output_tokens,
-            (record.ended_ns - record.admitted_ns) / 1e9,
+            (record.ended_ns - record.received_ns) / 1e9,
         )
-        self.on_record(record)
+        try:
+            self.on_record(record)
+        except Exception:
+            # Whoever keeps the books must not end other people's requests.
+            logger.exception("the record of %s could not be written", record.id)
 
     def refusal(self) -> CapacityError:
         """Why no request is taken now."""

@@ -12,15 +12,18 @@ from triolet.output.events import Usage
 class RequestRecord:
     """What a request was and how it ended. Written once, whatever the end.
 
+    A request that was never admitted has a record too, without tokens.
+
     Times are nanoseconds of one monotonic clock; ``None`` where the stage was never reached.
     """
 
     id: RequestId
-    #: ``finished``, ``failed``, or ``cancelled:<cause>``.
+    #: ``finished``, ``rejected``, ``failed``, or ``cancelled:<cause>``.
     outcome: str
     usage: Usage
-    admitted_ns: int
+    received_ns: int
     ended_ns: int
+    admitted_ns: int | None = None
     first_scheduled_ns: int | None = None
     first_token_ns: int | None = None
     last_token_ns: int | None = None

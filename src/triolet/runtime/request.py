@@ -24,7 +24,6 @@ import trio
 from triolet.core import CancelCause, RequestId
 from triolet.errors import (
     CancelledRequestError,
-    EngineError,
     OutputError,
     RequestTimeoutError,
     TrioletError,
@@ -63,6 +62,7 @@ class RequestHandle:
     _max_undelivered_bytes: int
     #: Called once, with the record, when the request has ended.
     _on_end: Callable[[RequestRecord], None] = attrs.field(repr=False)
+    _received_ns: int
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope, repr=False)
     record: RequestRecord | None = attrs.field(default=None, init=False)
     _hub: StreamHub = attrs.field(factory=StreamHub, init=False, repr=False)
@@ -129,16 +129,12 @@ class RequestHandle:
             events = self._output.fail(self._failure)
         self._append(events)
 
-    def fail(self, error: TrioletError, *, in_engine: bool = False) -> None:
-        """The engine cannot go on with the request; ``in_engine`` if it still holds it."""
-        self._in_engine = in_engine
+    def fail(self, error: TrioletError) -> None:
+        """The engine cannot go on with the request, and holds it no more."""
+        self._in_engine = False
         if self._cause is None and not self._output.ended:
             self._failure = error
             self._append(self._output.fail(error))
-
-    def fail_step(self, message: str) -> None:
-        """The engine step that computed this request failed."""
-        self.fail(EngineError(message))
 
     def _append(self, events: Iterable[OutputEvent]) -> None:
         self._hub.append(events)
@@ -178,6 +174,7 @@ class RequestHandle:
             id=self.id,
             outcome=self._outcome(),
             usage=self._output.usage,
+            received_ns=self._received_ns,
             admitted_ns=self._admitted_ns,
             ended_ns=time.monotonic_ns(),
             first_scheduled_ns=self._first_scheduled_ns,

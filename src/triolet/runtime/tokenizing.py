@@ -21,7 +21,6 @@ INLINE_CHARACTERS = 2048
 class TokenizerGate:
     """Lets one caller at a time use the tokenizer, long texts in a worker thread."""
 
-    _lock: trio.Lock = attrs.field(factory=trio.Lock, init=False)
     # A slot of its own, so that a flood of long prompts cannot starve other uses of threads.
     _limiter: trio.CapacityLimiter = attrs.field(
         factory=lambda: trio.CapacityLimiter(1), init=False
@@ -29,7 +28,13 @@ class TokenizerGate:
 
     async def run(self, work: Callable[[], T], *, characters: int) -> T:
         """The result of ``work``, which tokenizes about so many characters."""
-        async with self._lock:
-            if characters <= INLINE_CHARACTERS:
-                return work()
-            return await trio.to_thread.run_sync(work, limiter=self._limiter)
+        if characters <= INLINE_CHARACTERS and not self._limiter.borrowed_tokens:
+            await trio.lowlevel.checkpoint()
+            return work()
+        return await trio.to_thread.run_sync(
+            work,
+            limiter=self._limiter,
+            # Nobody waits for the tokens of a client that has gone. The thread goes on to the
+            # end of its text, and holds the slot for so long.
+            abandon_on_cancel=True,
+        )

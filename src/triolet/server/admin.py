@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from triolet import __version__
-from triolet.errors import EngineDownError, ModelNotFoundError
+from triolet.errors import ModelNotFoundError
 from triolet.observe.metrics import Metrics
 from triolet.runtime.lifecycle import Phase, Runtime
 from triolet.server.http import JsonResponse, error_response
@@ -57,7 +57,7 @@ class Admin:
         """200 while the process does what it should; 503 when only a restart helps."""
         if self.runtime.healthy:
             return JsonResponse({"status": "ok", "phase": self.runtime.phase.value})
-        return error_response(EngineDownError("The engine has stopped."))
+        return error_response(self.runtime.refusal())
 
     def ready(self, _: Request) -> Response:
         """200 while new requests are taken."""

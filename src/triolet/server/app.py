@@ -66,7 +66,7 @@ def create_app(
             *(
                 Route(
                     path,
-                    GenerationApp(endpoint, runtime, options, metrics.rejected),
+                    GenerationApp(endpoint, runtime, options),
                     methods=["POST"],
                 )
                 for path, endpoint in generating.items()
@@ -102,10 +102,11 @@ def _state(runtime: Runtime) -> ServerState:
 
 def _count(metrics: Metrics, record: RequestRecord) -> None:
     first = record.first_token_ns
+    admitted = record.admitted_ns
     metrics.ended(
         outcome=record.outcome,
         prompt_tokens=record.usage.prompt_tokens,
         output_tokens=record.usage.output_tokens,
-        duration_s=(record.ended_ns - record.admitted_ns) / 1e9,
-        first_token_s=None if first is None else (first - record.admitted_ns) / 1e9,
+        duration_s=(record.ended_ns - record.received_ns) / 1e9,
+        first_token_s=None if first is None or admitted is None else (first - admitted) / 1e9,
     )

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from triolet.runtime.lifecycle import Served
 
 
+#: What rendering a message costs, in characters of text that take as long to tokenize.
+CHARACTERS_PER_MESSAGE = 64
+
+
 @attrs.frozen(eq=False)
 class ChatEndpoint:
     """Reads chat requests and answers in chat completions."""
@@ -51,11 +55,14 @@ class ChatEndpoint:
 
         def render_and_tokenize() -> Prompt:
             text = tokenizer.render_chat(request.template_messages())
-            return tokenize(tokenizer, text, request.stop, add_special_tokens=False)
+            return tokenize(served, text, request.stop, add_special_tokens=False, param="messages")
 
         prompt = await self.gate.run(
             render_and_tokenize,
-            characters=sum(len(message.content) for message in request.messages),
+            characters=sum(
+                len(message.content) + CHARACTERS_PER_MESSAGE for message in request.messages
+            )
+            + sum(map(len, request.stop)),
         )
         request_id = f"chatcmpl-{scope['state']['request_id']}"
         # OpenAI's newer name of the same field; where both are sent, they agree.

@@ -49,12 +49,14 @@ class CompletionsEndpoint:
         text = request.prompt if isinstance(request.prompt, str) else ""
 
         def tokenize_prompt() -> Prompt:
-            prompt = tokenize(served.tokenizer, text, request.stop, add_special_tokens=True)
+            prompt = tokenize(served, text, request.stop, add_special_tokens=True, param="prompt")
             if isinstance(request.prompt, str):
                 return prompt
             return attrs.evolve(prompt, ids=request.prompt)
 
-        prompt = await self.gate.run(tokenize_prompt, characters=len(text))
+        prompt = await self.gate.run(
+            tokenize_prompt, characters=len(text) + sum(map(len, request.stop))
+        )
         request_id = f"cmpl-{scope['state']['request_id']}"
         return Generation(
             request=engine_request(

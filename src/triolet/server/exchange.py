@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import attrs
 import trio
 from starlette.types import Receive, Scope, Send
 
-from triolet.core import CancelCause, EngineRequest
-from triolet.errors import TrioletError
+from triolet.core import CancelCause, EngineRequest, RequestId
+from triolet.errors import RequestTimeoutError, TrioletError
 from triolet.output.events import Usage
+from triolet.runtime.arrival import Arrival, ClientDisconnectedError
 from triolet.runtime.lifecycle import Runtime, TextOptions
 from triolet.runtime.request import RequestHandle
 from triolet.server.connection import RECORD_KEY
 from triolet.server.event_stream import Answer, ChunkEncoder, write_body, write_event_stream
-from triolet.server.http import ClientDisconnectedError, error_response, read_body
+from triolet.server.http import error_response, read_body
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from starlette.types import Message
 
     from triolet.runtime.lifecycle import Served
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +78,6 @@ class GenerationApp:
     endpoint: Endpoint
     runtime: Runtime
     options: ExchangeOptions
-    #: Told when a request was refused before it was admitted.
-    on_rejected: Callable[[], None]
 
     async def __call__(  # noqa: ASYNC910 - who left was waited for
         self, scope: Scope, receive: Receive, send: Send
@@ -103,21 +106,24 @@ class _Exchange:
         that a client has left. It cancels the request itself, since the writer may be stuck in
         a send that no cancellation reaches, and then whatever of the writer can be cancelled.
         """
+        runtime = self.app.runtime
         try:
-            self.app.runtime.served  # noqa: B018 - refuse before the body is read
-            body = await read_body(
-                self.scope, self.receive, limit_bytes=self.app.options.max_body_bytes
-            )
+            with runtime.arrive(RequestId(self.scope["state"]["request_id"])) as arrival:
+                body = await _in_time(arrival, self._read_body)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._watch, nursery.cancel_scope)
+                    try:
+                        await self._answer(arrival, body)
+                    except TrioletError as error:
+                        arrival.refuse(error)
+                        await self._send_error(error)
+                    nursery.cancel_scope.cancel(reason="answered")
         except TrioletError as error:
-            await self._refuse(error)
-            return
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._watch, nursery.cancel_scope)
-            try:
-                await self._answer(body)
-            except TrioletError as error:
-                await self._refuse(error)
-            nursery.cancel_scope.cancel(reason="answered")
+            await self._send_error(error)
+
+    async def _read_body(self) -> bytes:
+        limit = self.app.options.max_body_bytes
+        return await read_body(self.scope, self.receive, limit_bytes=limit)
 
     async def _watch(self, scope: trio.CancelScope) -> None:
         while (await self.receive())["type"] != "http.disconnect":
@@ -138,10 +144,12 @@ class _Exchange:
             self.complete = True
         await self.send(message)
 
-    async def _answer(self, body: bytes) -> None:
-        runtime, options = self.app.runtime, self.app.options
-        generation = await self.app.endpoint.prepare(body, self.scope, runtime.served)
-        self.handle = handle = runtime.admit(
+    async def _answer(self, arrival: Arrival, body: bytes) -> None:
+        options = self.app.options
+        served = self.app.runtime.served
+        prepare = partial(self.app.endpoint.prepare, body, self.scope, served)
+        generation = await _in_time(arrival, prepare)
+        self.handle = handle = arrival.admit(
             generation.request, generation.text, timeout_s=generation.timeout_s
         )
         try:
@@ -162,7 +170,15 @@ class _Exchange:
             # However the reader leaves: a request without a reader ends. No-op after an end.
             handle.cancel(CancelCause.DISCONNECT)
 
-    async def _refuse(self, error: TrioletError) -> None:
-        if self.handle is None:
-            self.app.on_rejected()
+    async def _send_error(self, error: TrioletError) -> None:
+        if error.code == CancelCause.SHUTDOWN:
+            # Nothing was said yet, so the request can go to another server as it is.
+            error = self.app.runtime.refusal()
         await error_response(error)(self.scope, self.receive, self._send)
+
+
+async def _in_time(arrival: Arrival, step: Callable[[], Awaitable[T]]) -> T:
+    """The result of ``step``, unless the arrival's deadline passes before it is there."""
+    with trio.move_on_at(arrival.deadline_s):
+        return await step()
+    raise RequestTimeoutError("The deadline of this request passed before it was read.")

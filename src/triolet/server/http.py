@@ -20,6 +20,7 @@ from triolet.errors import (
     RequestTimeoutError,
     TrioletError,
 )
+from triolet.runtime.arrival import ClientDisconnectedError
 from triolet.wire.codec import encode
 from triolet.wire.common import error_body
 
@@ -33,10 +34,6 @@ if TYPE_CHECKING:
 #: A body over the limit is read and thrown away up to here, so that a client that writes all
 #: before it reads sees the 413 and can go on using the connection. Beyond it we hang up.
 DISCARD_LIMIT_BYTES = 64 * 1024 * 1024
-
-
-class ClientDisconnectedError(Exception):
-    """The client left before its request was complete: nobody is there to answer."""
 
 
 class JsonResponse(Response):
@@ -149,13 +146,16 @@ def _too_large(limit_bytes: int) -> BodyTooLargeError:
 
 @attrs.frozen
 class RequestIdMiddleware:
-    """Gives every HTTP request an unguessable id and says it in ``X-Request-Id``."""
+    """Gives every request an unguessable id and says it in ``X-Request-Id``.
+
+    WebSocket handshakes are refused here, as a path that does not exist: no route speaks it.
+    """
 
     app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
@@ -163,11 +163,27 @@ class RequestIdMiddleware:
         state["request_id"] = secrets.token_hex(16)
 
         async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            if message["type"] in {"http.response.start", "websocket.http.response.start"}:
                 MutableHeaders(scope=message).setdefault("X-Request-Id", state["request_id"])
             await send(message)
 
-        await self.app(scope, receive, send_with_id)
+        if scope["type"] == "websocket":
+            error = NotFoundError(f"There is no WebSocket at {scope['path'][:100]}.")
+            await refuse_websocket(error, scope, receive, send_with_id)
+        else:
+            await self.app(scope, receive, send_with_id)
+
+
+async def refuse_websocket(error: TrioletError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a WebSocket handshake with an HTTP error, or close it where the server cannot."""
+    await receive()  # the handshake
+    if "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close"})
+        return
+    response = error_response(error)
+    start = {"status": response.status_code, "headers": response.raw_headers}
+    await send({"type": "websocket.http.response.start", **start})
+    await send({"type": "websocket.http.response.body", "body": response.body})
 
 
 @attrs.frozen

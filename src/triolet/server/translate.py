@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
     from starlette.types import Scope
 
-    from triolet.prompt.tokenizer import Tokenizer
     from triolet.wire.common import GenerationFields
 
+#: How many times shorter a normalisation can make a text: three code points of a decomposed
+#: Hangul syllable become one, and there is a margin.
+NORMALIZATION_FACTOR = 4
 TIMEOUT_HEADER = "X-Request-Timeout"
 
 
@@ -58,9 +60,22 @@ def check_model(name: str, served: Served) -> None:
 
 
 def tokenize(
-    tokenizer: Tokenizer, text: str, stops: Sequence[str], *, add_special_tokens: bool
+    served: Served, text: str, stops: Sequence[str], *, add_special_tokens: bool, param: str
 ) -> Prompt:
-    """Token ids of a prompt; stop strings that are themselves special tokens become stop ids."""
+    """Token ids of a prompt; stop strings that are themselves special tokens become stop ids.
+
+    Raises:
+        ContextLengthError: The text is too long for the model however it is tokenized, which
+            is said without taking the time; ``param`` is at fault.
+    """
+    tokenizer = served.tokenizer
+    longest = served.info.max_model_len * served.longest_token_bytes * NORMALIZATION_FACTOR
+    if len(text) > longest:
+        raise ContextLengthError(
+            f"The prompt has {len(text)} characters, which no tokenization fits into the model's "
+            f"context of {served.info.max_model_len} tokens.",
+            param=param,
+        )
     special = tokenizer.vocabulary.special_ids
     stop_ids = [tokenizer.encode(stop, add_special_tokens=False) for stop in stops]
     return Prompt(

@@ -98,15 +98,20 @@ class AsgiClient:
         json_body: object = None,
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
+        more_body: bool = False,
     ) -> AsgiExchange:
-        """Send a request; the app begins to work on it at once."""
+        """Send a request; the app begins to work on it at once.
+
+        With ``more_body`` the rest of the body never comes.
+        """
         if body is None:
             body = b"" if json_body is None else json.dumps(json_body).encode()
         # No slack: what the app has sent and the test has not read does not exist.
         send, receive = trio.open_memory_channel[Message](0)
         exchange = AsgiExchange(receive)
         scope = _scope(method, path, {"content-type": "application/json", **(headers or {})})
-        self.nursery.start_soon(self._run, scope, body, send, exchange)
+        first = {"type": "http.request", "body": body, "more_body": more_body}
+        self.nursery.start_soon(self._run, scope, first, send, exchange)
         return exchange
 
     async def request(
@@ -125,11 +130,11 @@ class AsgiClient:
     async def _run(
         self,
         scope: Scope,
-        body: bytes,
+        first: Message,
         channel: trio.MemorySendChannel[Message],
         exchange: AsgiExchange,
     ) -> None:
-        pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        pending = [first]
 
         async def receive() -> Message:
             if pending:
@@ -175,6 +180,7 @@ async def open_server(
         load,
         max_live_requests=config.max_num_seqs + config.max_num_queued_reqs,
         max_undelivered_bytes=config.max_stream_buffer,
+        max_request_timeout_s=config.request_timeout,
         drain_timeout_s=config.drain_timeout,
     )
     app = create_app(runtime, config)

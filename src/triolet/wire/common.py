@@ -35,6 +35,8 @@ MAX_METADATA_VALUE_CHARACTERS = 512
 MAX_STOPS = 32
 #: Characters of one stop string: a paragraph. Text up to this length may have to be held back.
 MAX_STOP_CHARACTERS = 1024
+#: Of all stop strings together. The matcher keeps about 350 bytes for each.
+MAX_STOPS_CHARACTERS = 4096
 #: More than any model has end-of-turn tokens.
 MAX_STOP_TOKEN_IDS = 256
 #: The engine keeps ids in signed 32-bit tensors; the model's vocabulary is checked later.
@@ -56,6 +58,11 @@ def _read_stop(value: object) -> tuple[str, ...]:
             stops.append(_read_one_stop(item))
         except FieldError as error:
             raise error.under(index) from None
+    total = sum(map(len, stops))
+    if total > MAX_STOPS_CHARACTERS:
+        raise FieldError(
+            f"must have at most {MAX_STOPS_CHARACTERS} characters in all, not {total}."
+        )
     return tuple(stops)
 
 
