@@ -17,7 +17,7 @@ import trio.testing
 import trustme
 
 from triolet.core import CancelCause
-from triolet.server.connection import RECORD_KEY
+from triolet.server.deadline_stream import RECORD_KEY
 from triolet.server.listen import ListenOptions, serve
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]

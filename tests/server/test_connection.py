@@ -3,118 +3,34 @@
 from __future__ import annotations
 
 import logging
-import socket
-from contextlib import asynccontextmanager
 
-import attrs
-import h2.config
-import h2.connection
-import h2.events
-import h2.settings
 import h11
 import pytest
 import trio
 import trio.testing
-from hypercorn.trio.worker_context import WorkerContext
+from tests.server.connecting import (
+    GET,
+    PER_MESSAGE,
+    START,
+    UPGRADE,
+    UPLOAD,
+    body,
+    connected,
+    endless,
+    finished,
+    read_all,
+    stream_pair,
+    unfinished,
+    until_disconnect,
+)
 
 from triolet.core import CancelCause
 from triolet.server.connection import (
     LINGER_S,
     RECORD_KEY,
     SENDS_PER_CHECKPOINT,
-    Connection,
-    DeadlineStream,
-    PacedApp,
 )
-from triolet.server.listen import ListenOptions, hypercorn_config
-
-GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
-UPLOAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9999999\r\n\r\n"
-UPGRADE = (
-    b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
-)
-MASKED_PING = b"\x89\x80\x00\x00\x00\x00"
-#: Words in a message too long for the kernel to take at once.
-PER_MESSAGE = 20_000
-START = {"type": "http.response.start", "status": 200, "headers": []}
-
-
-def body(data, *, more=True):
-    return {"type": "http.response.body", "body": data, "more_body": more}
-
-
-def stream_pair(send_timeout_s=30.0):
-    ours, theirs = socket.socketpair()
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
-    return (
-        DeadlineStream(
-            trio.SocketStream(trio.socket.from_stdlib_socket(ours)), send_timeout_s=send_timeout_s
-        ),
-        trio.SocketStream(trio.socket.from_stdlib_socket(theirs)),
-    )
-
-
-@attrs.define(eq=False)
-class Served:
-    client: trio.SocketStream
-    stream: DeadlineStream
-    done: trio.Event
-    scope: trio.CancelScope
-
-    @property
-    def record(self):
-        return self.stream.record
-
-
-@asynccontextmanager
-async def connected(app, **options):
-    """A client's end of a connection that serves ``app``."""
-    options = ListenOptions(**options)
-    stream, client = stream_pair(options.send_timeout_s)
-    served = Served(client, stream, trio.Event(), trio.CancelScope())
-    connection = Connection(
-        PacedApp(app), hypercorn_config(options), WorkerContext(None), {"shared": 1}, stream
-    )
-
-    async def converse():
-        with served.scope:
-            await connection.run()
-        served.done.set()
-
-    with trio.fail_after(5000):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(converse)
-            yield served
-            await client.aclose()
-            await served.done.wait()
-
-
-async def read_all(client):
-    data = b""
-    with trio.fail_after(1000):
-        while more := await client.receive_some(65_536):
-            data += more
-    return data
-
-
-async def until_disconnect(receive):
-    while (await receive())["type"] not in ("http.disconnect", "websocket.disconnect"):
-        pass
-
-
-async def endless(scope, receive, send):
-    """Streams until the client is gone, racing its sends against the disconnect."""
-    await send(START)
-    async with trio.open_nursery() as nursery:
-
-        async def pump():
-            while True:
-                await send(body(b"x" * 4096))
-
-        nursery.start_soon(pump)
-        await until_disconnect(receive)
-        nursery.cancel_scope.cancel("disconnect")
+from triolet.server.protocol import Protocol
 
 
 async def test_a_client_that_stops_reading_is_reset_after_the_send_timeout(autojump_clock):
@@ -193,16 +109,6 @@ async def test_sending_to_a_client_that_has_left_breaks():
             await stream.send_all(b"x")
 
 
-async def unfinished(scope, receive, send):
-    await send(START)
-    await send(body(b"half of an answer"))
-
-
-async def finished(scope, receive, send):
-    await unfinished(scope, receive, send)
-    await send(body(b"", more=False))
-
-
 async def test_an_unfinished_http1_response_ends_without_the_terminating_chunk(autojump_clock):
     async with connected(unfinished) as served:
         await served.client.send_all(GET)
@@ -216,133 +122,41 @@ async def test_a_finished_http1_response_has_the_terminating_chunk(autojump_cloc
         assert (await read_all(served.client)).endswith(b"0\r\n\r\n")
 
 
-class H2Client:
-    def __init__(self, client, *, window=65_535):
-        self.client = client
-        self.h2 = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
-        self.h2.local_settings = h2.settings.Settings(
-            client=True, initial_values={h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: window}
-        )
-        self.h2.initiate_connection()
-        self.pending = []
+async def end_by(error, monkeypatch, caplog):
+    """What a connection logs that ``error`` ends."""
 
-    def request(self, *, method="GET", end_stream=True):
-        stream_id = self.h2.get_next_available_stream_id()
-        headers = [(":method", method), (":path", "/"), (":scheme", "http"), (":authority", "x")]
-        self.h2.send_headers(stream_id, headers, end_stream=end_stream)
-        return stream_id
-
-    async def flush(self):
-        await self.client.send_all(self.h2.data_to_send())
-
-    async def until(self, kind):
-        """All events up to the first of ``kind``."""
-        seen = []
+    async def handle(self, event):
         await trio.lowlevel.checkpoint()
-        while not (seen and isinstance(seen[-1], kind)):
-            if self.pending:
-                seen.append(event := self.pending.pop(0))
-                if isinstance(event, h2.events.DataReceived):
-                    self.h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
-                continue
-            await self.flush()
-            data = await self.client.receive_some(65_536)
-            assert data, "the connection ended"
-            self.pending = self.h2.receive_data(data)
-        return seen
+        raise error
+
+    caplog.set_level(logging.INFO)
+    with monkeypatch.context() as patch:
+        patch.setattr(Protocol, "handle", handle)
+        async with connected(finished) as served:
+            await served.client.send_all(GET)
+            await read_all(served.client)
+            await served.done.wait()
+    (record,) = (r for r in caplog.records if r.name == "triolet.server.connection")
+    return record
 
 
-async def test_an_unfinished_http2_response_is_reset_after_its_text(autojump_clock):
-    async with connected(unfinished) as served:
-        client = H2Client(served.client)
-        client.request()
-        events = await client.until((h2.events.StreamReset, h2.events.StreamEnded))
-        text = b"".join(e.data for e in events if isinstance(e, h2.events.DataReceived))
-        assert text == b"half of an answer"
-        assert isinstance(events[-1], h2.events.StreamReset)
-        client.request()
-        await client.until(h2.events.StreamReset)
-
-
-async def test_a_reset_waits_for_text_that_a_slow_client_has_yet_to_take(autojump_clock):
-    async def app(scope, receive, send):
-        await send(START)
-        for _ in range(3):
-            await send(body(b"x" * 10_000))
-
-    async with connected(app) as served:
-        client = H2Client(served.client, window=5000)
-        client.request()
-        await client.flush()
-        await trio.testing.wait_all_tasks_blocked()
-        events = await client.until((h2.events.StreamReset, h2.events.StreamEnded))
-    assert isinstance(events[-1], h2.events.StreamReset)
-    assert sum(len(e.data) for e in events if isinstance(e, h2.events.DataReceived)) == 30_000
-
-
-async def test_a_finished_http2_response_is_not_reset(autojump_clock):
-    async with connected(finished) as served:
-        client = H2Client(served.client)
-        client.request()
-        events = await client.until(h2.events.StreamEnded)
-        client.request()
-        events += await client.until(h2.events.StreamEnded)
-    assert not any(isinstance(event, h2.events.StreamReset) for event in events)
-
-
-async def test_an_http2_sender_blocked_on_flow_control_wakes_when_the_client_leaves(
-    autojump_clock,
+async def test_a_bug_in_a_connection_is_logged_once_and_contained(
+    autojump_clock, caplog, monkeypatch
 ):
-    async def app(scope, receive, send):
-        await send(START)
-        for _ in range(10):  # no race against receive: it must wake by itself
-            await send(body(b"x" * 100_000))
-        await until_disconnect(receive)
-
-    async with connected(app) as served:
-        client = H2Client(served.client)
-        client.request()
-        await client.until(h2.events.DataReceived)
-        await trio.testing.wait_all_tasks_blocked()
-        await served.client.aclose()
-        await served.done.wait()
-    assert trio.current_time() < 1
+    record = await end_by(RuntimeError("a bug"), monkeypatch, caplog)
+    assert record.levelno == logging.WARNING
+    assert record.exc_info
 
 
-async def test_http2_body_data_for_a_response_that_is_over_disturbs_nobody(autojump_clock):
-    async with connected(finished) as served:
-        client = H2Client(served.client)
-        upload = client.request(method="POST", end_stream=False)
-        await client.until(h2.events.StreamEnded)
-        client.h2.send_data(upload, b"late", end_stream=True)
-        client.request()
-        await client.until(h2.events.StreamEnded)
-
-
-async def test_an_error_in_a_connection_is_logged_once_and_contained(autojump_clock, caplog):
-    async with connected(finished) as served:
-        client = H2Client(served.client)
-        client.h2.config.validate_outbound_headers = False
-        client.h2.send_headers(1, [(":method", "CONNECT"), (":authority", "x")])
-        await client.flush()
-        await read_all(served.client)
-        await served.done.wait()
-    ours = [r for r in caplog.records if r.name == "triolet.server.connection"]
-    assert [r.levelno for r in ours] == [logging.WARNING]
-    assert ours[0].exc_info
-
-
-@pytest.mark.parametrize(
-    "sent", [UPGRADE + MASKED_PING, UPGRADE.replace(b": 13", b": 99")], ids=["early", "version"]
-)
-async def test_a_bad_websocket_handshake_is_answered_and_closed(autojump_clock, sent):
-    async def app(scope, receive, send):
-        await until_disconnect(receive)
-
-    async with connected(app) as served:
-        await served.client.send_all(sent)
-        assert (await read_all(served.client)).startswith(b"HTTP/1.1 400")
-    assert trio.current_time() < 1
+async def test_a_breach_of_protocol_is_one_line_without_the_clients_bytes(
+    autojump_clock, caplog, monkeypatch
+):
+    error = UnicodeDecodeError("ascii", b"evil", 0, 1, "no")
+    record = await end_by(error, monkeypatch, caplog)
+    assert record.levelno == logging.INFO
+    assert not record.exc_info
+    assert "UnicodeDecodeError" in record.getMessage()
+    assert "evil" not in record.getMessage()
 
 
 async def test_a_cancellation_passes_through_the_guard(autojump_clock, caplog):

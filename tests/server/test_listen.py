@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import socket
 import struct
 from contextlib import asynccontextmanager, suppress
@@ -17,9 +16,8 @@ import trio.testing
 from triolet.core import CancelCause
 from triolet.errors import ConfigError, StartupError
 from triolet.server import listen
-from triolet.server.connection import RECORD_KEY
+from triolet.server.deadline_stream import RECORD_KEY
 from triolet.server.listen import ListenOptions, serve
-from triolet.server.signals import open_stop_signals
 
 pytestmark = pytest.mark.live
 
@@ -344,16 +342,6 @@ async def test_running_out_of_file_descriptors_does_not_end_the_server(monkeypat
         await client.send_all(GET)
         assert b"hello" in await client.receive_some()
     assert not failures
-
-
-async def test_stop_signals_come_one_by_one():
-    with open_stop_signals() as signals:
-        signal.raise_signal(signal.SIGTERM)
-        assert await anext(signals) is signal.SIGTERM
-        signal.raise_signal(signal.SIGINT)
-        async for signum in signals:
-            assert signum is signal.SIGINT
-            break
 
 
 async def test_a_reset_by_the_client_disturbs_nobody():

@@ -18,7 +18,6 @@ from triolet.observe.logs import configure_logging
 from triolet.runtime.lifecycle import Phase
 from triolet.server.app import create_app
 from triolet.server.listen import ListenOptions, serve
-from triolet.server.signals import STOP_SIGNALS, open_stop_signals
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -28,6 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: What a terminal and what a supervisor (systemd, Docker, Kubernetes) sends first. One begins a
+#: drain, a second one ends it.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 #: What readers get to write their last events once every request has ended. With the drain
 #: timeout it stays below the two seconds that a drained server may take to exit.
 GRACEFUL_TIMEOUT_S = 1.0
@@ -63,7 +65,7 @@ def run(config: Config) -> int:
 async def _run(config: Config, runtime: Runtime) -> Exception | None:
     app = create_app(runtime, config)
     failure: Exception | None = None
-    with open_stop_signals() as signals:
+    with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_drain_on_signals, signals, runtime)
             nursery.start_soon(runtime.run)
@@ -85,10 +87,11 @@ async def _run(config: Config, runtime: Runtime) -> Exception | None:
     return failure or runtime.failure
 
 
-async def _drain_on_signals(signals: AsyncIterator[signal.Signals], runtime: Runtime) -> None:
+async def _drain_on_signals(signals: AsyncIterator[int], runtime: Runtime) -> None:
     async for received in signals:
         again = "again: ending them now" if runtime.phase is Phase.DRAINING else "draining"
-        logger.info("%s: %s (%d requests)", received.name, again, runtime.live_requests)
+        name = signal.Signals(received).name
+        logger.info("%s: %s (%d requests)", name, again, runtime.live_requests)
         runtime.drain()
 
 

@@ -1,18 +1,20 @@
-"""One client's connection: a socket that cannot get stuck, under Hypercorn's protocol code.
+"""One client's connection: Hypercorn's protocol code over a socket that cannot get stuck.
 
 Hypercorn parses HTTP/1.1, HTTP/2 and WebSocket; this file replaces the shell between that
 code and the socket. Its rules:
 
-1. A send that moves no byte for ``send_timeout_s`` ends the connection with a reset. Hypercorn
-   shields its sends, so no cancel scope of the app could.
-2. :meth:`DeadlineStream.abort` ends a connection at once, from any task, without an await.
-3. What Hypercorn's state machines have counted as sent is sent whole, or the connection dies:
+1. A send that moves no byte for ``send_timeout_s`` ends the connection with a reset, and
+   :meth:`DeadlineStream.abort` ends it at once, from any task. Hypercorn shields its sends, so
+   no cancel scope of the app could.
+2. What Hypercorn's state machines have counted as sent is sent whole, or the connection dies:
    an app's cancellation takes effect between two messages, never inside one.
+3. The reader never waits for an app's response: a client that leaves is noticed, whatever it
+   sent behind its request. (With :data:`HELD_BYTES` behind it, only once the response is over.)
 4. A connection's exception is logged once and ends that connection alone. ``Cancelled`` and
    whatever is not an ``Exception`` pass through.
-5. The app can read why its connection ended, in :class:`ConnectionRecord`.
+5. The app can read why its connection or stream ended, in ``scope["state"][RECORD_KEY]``.
 6. A response that the app leaves without a last body never looks complete: HTTP/1.1 closes
-   without the terminating chunk, HTTP/2 resets the stream (:mod:`triolet.server.protocol`).
+   without the terminating chunk, HTTP/2 resets the stream (:mod:`triolet.server.http2`).
 
 Operation: one task per connection reads and feeds Hypercorn's protocol object, which starts
 one task per request in the connection's nursery; those tasks come back through
@@ -23,24 +25,21 @@ no scheduler pass, which is five times the throughput of a lock and an awaited s
 from __future__ import annotations
 
 import logging
-import os
-import socket
-import struct
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from math import inf
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import attrs
 import trio
 import trio.lowlevel
 from hypercorn.events import Closed, Event, RawData, Updated
-from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
+from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import LifespanFailureError, parse_socket_addr
 
-from triolet.core import CancelCause
-from triolet.server.protocol import Protocol
+from triolet.server.deadline_stream import RECORD_KEY, DeadlineStream
+from triolet.server.http2 import Limits
+from triolet.server.protocol import PEER_ERRORS, Protocol, Resumed
 from triolet.server.tasks import ConnectionTasks
 
 if TYPE_CHECKING:
@@ -55,15 +54,7 @@ if TYPE_CHECKING:
         Scope,
     )
 
-    Buffer: TypeAlias = bytes | bytearray | memoryview
-
 _log = logging.getLogger(__name__)
-
-#: Where a request finds its :class:`ConnectionRecord`: ``scope["state"][RECORD_KEY]``.
-RECORD_KEY = "triolet.connection"
-
-#: l_onoff = 1, l_linger = 0: closing discards unsent bytes and sends a reset.
-_LINGER_RESET = struct.pack("ii", 1, 0)
 
 #: Messages that an app may send before it must let other tasks run. A scheduler pass costs
 #: about as much as one send, so this keeps its share near 6 % and the wait of others under 1 ms.
@@ -75,114 +66,6 @@ LINGER_S = 2.0
 
 #: ``app(scope, receive, send)``. Frameworks and servers each have their own types for the three.
 AsgiApp: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
-
-
-@attrs.define(eq=False)
-class ConnectionRecord:
-    """Why the server ended a connection; shared by all requests on it."""
-
-    #: ``SLOW_CLIENT`` after the send deadline, ``SHUTDOWN`` after a drain ran out of time,
-    #: ``None`` while the connection lives and where the client closed it.
-    ended_by: CancelCause | None = None
-
-
-class DeadlineStream(trio.abc.HalfCloseableStream):
-    """A socket stream whose sends have a deadline by progress, and that can be aborted.
-
-    Only one task may send at a time (``trio.BusyResourceError``), as with ``SocketStream``.
-    """
-
-    def __init__(self, stream: trio.SocketStream, *, send_timeout_s: float) -> None:
-        self.socket = stream.socket
-        self.record = ConnectionRecord()
-        self.send_timeout_s = send_timeout_s
-        self._stream = stream
-        self._sending = False
-
-    def send_now(self, data: Buffer) -> int:
-        """Give the kernel what it takes without waiting.
-
-        Returns:
-            Bytes taken, from the front of ``data``; 0 if the kernel's buffer is full.
-
-        Raises:
-            OSError: the connection is broken, or was closed or aborted.
-        """
-        try:
-            # A plain write: Trio's socket offers no send that cannot wait.
-            return os.write(self.socket.fileno(), data)
-        except BlockingIOError:
-            return 0
-
-    async def send_all(self, data: Buffer) -> None:
-        """Send all of ``data``.
-
-        Raises:
-            trio.BrokenResourceError: the peer is gone, or the kernel took no byte for
-                ``send_timeout_s``; in the second case the connection has been reset.
-            trio.ClosedResourceError: this end was closed or aborted.
-            trio.BusyResourceError: another task is sending.
-        """
-        if self._sending:
-            raise trio.BusyResourceError("another task is sending on this connection")
-        self._sending = True
-        try:
-            with memoryview(data) as view:
-                await self._send_view(view)
-        except OSError as error:
-            if self.socket.fileno() == -1:
-                raise trio.ClosedResourceError("this connection was closed") from None
-            raise trio.BrokenResourceError(f"connection broken: {error}") from error
-        finally:
-            self._sending = False
-
-    async def _send_view(self, view: memoryview) -> None:
-        sent = self.send_now(view)
-        if sent == len(view):
-            await trio.lowlevel.checkpoint()
-            return
-        while True:
-            with trio.move_on_after(self.send_timeout_s) as scope:
-                sent += await self.socket.send(view[sent:])
-            if scope.cancelled_caught:
-                # A nearly full buffer takes bytes long before it counts as writable.
-                progress = self.send_now(view[sent:])
-                if progress == 0:
-                    self.abort(CancelCause.SLOW_CLIENT)
-                    raise trio.BrokenResourceError(
-                        f"the client took no byte for {self.send_timeout_s:g} s"
-                    )
-                sent += progress
-            if sent == len(view):
-                return
-
-    def abort(self, cause: CancelCause) -> None:
-        """Reset the connection now. Blocked senders and readers raise; a second call is a no-op."""
-        if self.socket.fileno() == -1:
-            return
-        if self.record.ended_by is None:
-            self.record.ended_by = cause
-        with suppress(OSError):
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_RESET)
-        self.socket.close()
-
-    async def wait_send_all_might_not_block(self) -> None:
-        """See :meth:`trio.abc.SendStream.wait_send_all_might_not_block`."""
-        await self._stream.wait_send_all_might_not_block()
-
-    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
-        """See :meth:`trio.abc.ReceiveStream.receive_some`."""
-        return await self._stream.receive_some(max_bytes)
-
-    async def send_eof(self) -> None:
-        """See :meth:`trio.abc.HalfCloseableStream.send_eof`."""
-        if self._sending:
-            raise trio.BusyResourceError("another task is sending on this connection")
-        await self._stream.send_eof()
-
-    async def aclose(self) -> None:
-        """Close the socket; what the kernel holds is still delivered."""
-        await self._stream.aclose()
 
 
 class PacedApp:
@@ -238,9 +121,9 @@ class Connection(TCPServer):
 
     Args:
         app: what :class:`PacedApp` makes of an ASGI app.
-        config: Hypercorn's settings; its ``read_timeout`` bounds each wait for the rest of an
-            HTTP/1.1 request body. (Hypercorn itself would apply it to the silence of a client
-            that reads a long response.)
+        config: Hypercorn's settings; its ``read_timeout`` bounds each wait for the rest of a
+            request body. (Hypercorn itself would apply it to the silence of a client that
+            reads a long response.)
         context: Hypercorn's shared state of all connections.
         state: the lifespan state, copied into each request's scope.
         stream: the accepted socket, or TLS over it.
@@ -267,6 +150,10 @@ class Connection(TCPServer):
         """Serve the connection to its end. Raises nothing but cancellation."""
         try:
             await self._run()
+        except* PEER_ERRORS as errors:
+            # Any client can cause these at will: one line, and none of its bytes.
+            names = ", ".join(sorted(names_of(errors)))
+            _log.info("a client broke the protocol and lost its connection: %s", names)
         except* Exception as errors:  # noqa: BLE001 (any bug in it is this connection's alone)
             _log.warning("a connection was ended by an error in it", exc_info=errors)
         await trio.lowlevel.checkpoint()
@@ -308,6 +195,11 @@ class Connection(TCPServer):
             parse_socket_addr(family, peer),
             parse_socket_addr(family, self.transport.socket.getsockname()),
             self.protocol_send,
+            limits=Limits(
+                send_timeout_s=self.transport.send_timeout_s,
+                read_timeout_s=self.config.read_timeout or inf,
+                record=self.transport.record,
+            ),
         )
         if alpn == "h2":
             self.protocol.start_http2()
@@ -320,16 +212,31 @@ class Connection(TCPServer):
 
     async def _read_data(self) -> None:
         while True:
-            limit = self.config.read_timeout if self.protocol.awaits_body() else None
             try:
-                with trio.fail_after(inf if limit is None else limit):
-                    data = await self.stream.receive_some(MAX_RECV)
-            except (trio.ClosedResourceError, trio.BrokenResourceError, trio.TooSlowError):
+                data = await self._receive()
+            except (trio.ClosedResourceError, trio.BrokenResourceError):
                 break
-            await self.protocol.handle(RawData(bytes(data)))
-            if not data:
+            if data is not None:
+                await self.protocol.handle(RawData(bytes(data)))
+                if not data:
+                    break
+            elif self.protocol.gate.take():
+                await self.protocol.handle(Resumed())
+            elif not await self.protocol.read_too_late():
                 break
         await self.protocol.handle(Closed())
+
+    async def _receive(self) -> bytes | bytearray | None:
+        """The next bytes, none at their end; ``None`` if something else is due first."""
+        gate, room = self.protocol.gate, self.protocol.room()
+        with trio.CancelScope(deadline=self.protocol.read_deadline()) as gate.reading:
+            if gate.resumable:
+                await trio.lowlevel.checkpoint()
+            elif room:
+                return await self.stream.receive_some(room)
+            else:
+                await trio.sleep_forever()
+        return None
 
     async def protocol_send(self, event: Event) -> None:  # noqa: ASYNC910 (see below)
         """Carry out what Hypercorn's protocol code asks for: data, a close, a change of idleness.
@@ -380,3 +287,10 @@ class Connection(TCPServer):
 def transport_of(stream: DeadlineStream | trio.SSLStream[DeadlineStream]) -> DeadlineStream:
     """The socket stream under ``stream``, which may be TLS over it or itself."""
     return stream.transport_stream if isinstance(stream, trio.SSLStream) else stream
+
+
+def names_of(error: BaseException) -> set[str]:
+    """The class of an error, or those of all errors in a group."""
+    if isinstance(error, BaseExceptionGroup):
+        return {name for one in error.exceptions for name in names_of(one)}
+    return {type(error).__name__}

@@ -17,7 +17,7 @@ from triolet.output.events import Usage
 from triolet.runtime.arrival import Arrival, ClientDisconnectedError
 from triolet.runtime.lifecycle import Runtime, TextOptions
 from triolet.runtime.request import RequestHandle
-from triolet.server.connection import RECORD_KEY
+from triolet.server.deadline_stream import RECORD_KEY
 from triolet.server.event_stream import Answer, ChunkEncoder, write_body, write_event_stream
 from triolet.server.http import error_response, read_body
 

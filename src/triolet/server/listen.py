@@ -30,7 +30,8 @@ from hypercorn.utils import LifespanFailureError, LifespanTimeoutError
 
 from triolet.core import CancelCause
 from triolet.errors import ConfigError, StartupError
-from triolet.server.connection import AsgiApp, Connection, DeadlineStream, PacedApp, transport_of
+from triolet.server.connection import AsgiApp, Connection, PacedApp, transport_of
+from triolet.server.deadline_stream import DeadlineStream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -93,7 +94,7 @@ class ListenOptions:
     #: A connection without a request, or with headers half sent, is closed after this. Above
     #: the 60 s of common load balancers, which otherwise race a request against our close.
     keep_alive_timeout_s: float = attrs.field(default=75.0, validator=_positive)
-    #: Each wait for the next bytes of an HTTP/1.1 request body.
+    #: Each wait for the next bytes of a request body.
     read_timeout_s: float = attrs.field(default=30.0, validator=_positive)
     #: What open connections get after ``shutdown_trigger`` has returned, before the reset.
     graceful_timeout_s: float = attrs.field(default=1.0, validator=_not_negative)
