@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from types import MappingProxyType
 from typing import NewType
 
 import attrs
@@ -51,6 +52,29 @@ class SamplingParams:
     ignore_eos: bool = False
     #: Ids that end the request besides the model's end-of-sequence tokens.
     stop_token_ids: frozenset[int] = frozenset()
+    #: Nothing but ``max_tokens`` ends a choice before it has this many output tokens; the ids
+    #: that would end it cannot be sampled until then.
+    min_tokens: int = 0
+    #: Keep tokens at least this likely, as a share of the most likely one's probability.
+    min_p: float = 0.0
+    #: Divides (or, below 0, multiplies) the logit of every id in prompt and output; 1 is off.
+    #: Keskar et al. 2019 (CTRL), section 4.1.
+    repetition_penalty: float = 1.0
+    #: Taken off the logit of every id in the output, once; 0 is off. OpenAI's definition.
+    presence_penalty: float = 0.0
+    #: Taken off the logit of every id in the output, once per occurrence; 0 is off.
+    frequency_penalty: float = 0.0
+    #: Added to the logits of these ids. Pairs, so that the value stays hashable.
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    #: No other id can be sampled; ``None`` allows all.
+    allowed_token_ids: frozenset[int] | None = None
+    #: The last id of such a sequence cannot be sampled right after the ids before it.
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    #: Report the log-probability of each output token and of the k most likely ones; ``None``
+    #: reports nothing.
+    logprobs: int | None = None
+    #: The same for the prompt's tokens.
+    prompt_logprobs: int | None = None
 
 
 @attrs.frozen
@@ -61,6 +85,23 @@ class EngineRequest:
     #: At least one id, all inside the vocabulary.
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
+    #: Choices to generate from the one prompt, at least 1.
+    n: int = 1
+
+
+@attrs.frozen
+class TokenLogprobs:
+    """How likely a token was, and which were most likely, as natural logarithms.
+
+    Of the model's own distribution: before temperature, penalties, masks and cuts.
+    """
+
+    token_id: int
+    logprob: float
+    #: Place of the token among all, from 1.
+    rank: int
+    #: The most likely ids and their log-probabilities: by probability, ties by id.
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @attrs.frozen
@@ -75,6 +116,11 @@ class TokenOutput:
     #: The id that ended the choice, where it was one of ``stop_token_ids``.
     stop_token_id: int | None = None
     choice: int = 0
+    #: One entry per id, where they were asked for; else empty.
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    #: With the first output of choice 0, where they were asked for: one entry for each prompt
+    #: token but the first, which nothing predicts.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @attrs.frozen
@@ -120,15 +166,21 @@ class StepResult:
 
 @attrs.frozen
 class Vocabulary:
-    """The bytes of each token id: what detokenization needs and all it needs.
+    """The bytes of each token id: what detokenization needs and, mostly, all it needs.
 
     ``token_bytes[i]`` are the bytes that id ``i`` adds to the text, independent of its
-    neighbours; ``None`` marks a hole in the id space.
+    neighbours; ``None`` marks a hole in the id space. Where ``decode`` is set, a token's text
+    does depend on its neighbours, and its bytes are only its spelling in the vocabulary.
     """
 
     token_bytes: Sequence[bytes | None] = attrs.field(repr=False)
     #: Ids left out of the text under ``skip_special_tokens``.
     special_ids: frozenset[int] = attrs.field(default=frozenset(), repr=False)
+    #: Spaces that decoding takes off the very start of a text, where there are so many.
+    leading_spaces: int = 0
+    #: The text of a whole sequence of ids, special ones included, for tokenizers whose text is
+    #: no sum over tokens. Must be callable while another thread encodes.
+    decode: Callable[[Sequence[int]], str] | None = attrs.field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.token_bytes)
@@ -149,3 +201,8 @@ class ModelInfo:
     architecture: str = "unknown"
     dtype: str = "float32"
     device: str = "cpu"
+    #: What a request means that leaves a field out: the model's own generation config, by the
+    #: names that it has there (``temperature``, ``max_new_tokens`` and the like).
+    default_sampling: Mapping[str, float] = attrs.field(
+        factory=lambda: MappingProxyType({}), eq=False, repr=False
+    )

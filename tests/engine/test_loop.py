@@ -5,12 +5,21 @@ import logging
 
 import pytest
 
-from triolet.core import EngineRequest, FinishReason, RequestFailure, RequestId, SamplingParams
+from triolet.core import (
+    EngineRequest,
+    FinishReason,
+    RequestFailure,
+    RequestId,
+    SamplingParams,
+    TokenLogprobs,
+)
 from triolet.engine.blocks import BlockPool
 from triolet.engine.loop import MAX_CONSECUTIVE_FAILURES, Engine
+from triolet.engine.plan import NOTHING_LEFT, Sample, StepSamples
 from triolet.engine.scheduler import Scheduler
 from triolet.errors import EngineError
 
+SCORE = TokenLogprobs(1, -0.5, 1)
 SECRET = "CUDA out of memory at /srv/models/private"
 
 
@@ -30,7 +39,7 @@ class ScriptedRunner:
             raise action
         if action is not None:
             return action
-        return [chunk.output_index + 1 for chunk in plan.chunks if chunk.samples]
+        return sampled(*(chunk.output_index + 1 for chunk in plan.chunks if chunk.samples))
 
     def reset(self) -> None:
         self.resets += 1
@@ -49,8 +58,12 @@ def engine(runner):
     return Engine(scheduler, runner, itertools.count(100).__next__, vocab_size=50)
 
 
-def request(name="a", prompt=(1, 2, 3), max_tokens=3):
-    return EngineRequest(RequestId(name), tuple(prompt), SamplingParams(max_tokens))
+def request(name="a", prompt=(1, 2, 3), max_tokens=3, n=1, **sampling):
+    return EngineRequest(RequestId(name), tuple(prompt), SamplingParams(max_tokens, **sampling), n)
+
+
+def sampled(*ids, scores=None):
+    return StepSamples(tuple(map(Sample, ids)), scores or {})
 
 
 def failed(result):
@@ -153,26 +166,98 @@ def test_a_failure_tells_the_log_all_and_the_client_nothing_of_the_inside(engine
     assert "try again" in failure.message.lower()
 
 
-@pytest.mark.parametrize("sampled", [[], [1, 2]], ids=["too few", "too many"])
-def test_a_wrong_number_of_ids_fails_the_step(engine, runner, sampled, caplog):
+@pytest.mark.parametrize("ids", [[], [1, 2]], ids=["too few", "too many"])
+def test_a_wrong_number_of_ids_fails_the_step(engine, runner, ids, caplog):
     engine.add(request())
-    runner.script = [sampled]
+    runner.script = [sampled(*ids)]
     assert failed(engine.step()) == ["a"]
-    assert f"gave {len(sampled)} ids" in caplog.text
+    assert f"gave {len(ids)} ids" in caplog.text
     assert runner.resets == 1
 
 
-@pytest.mark.parametrize("bad", [-1, 50])
+def test_log_probabilities_that_were_asked_for_and_are_missing_fail_the_step(
+    engine, runner, caplog
+):
+    engine.add(request(logprobs=0))
+    runner.script = [sampled(1)]
+    assert failed(engine.step()) == ["a"]
+    assert "left out log-probabilities" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [{}, {0: (SCORE,)}, {0: (SCORE,) * 3}, {0: (SCORE,) * 2, 1: ()}],
+    ids=["none", "too few", "too many", "of a chunk without"],
+)
+def test_prompt_scores_out_of_line_fail_the_step(engine, runner, scores, caplog):
+    engine.add(request(prompt_logprobs=0))
+    engine.add(request("b"))
+    runner.script = [sampled(1, 1, scores=scores)]
+    assert failed(engine.step()) == ["a", "b"]
+    assert "scored prompt tokens" in caplog.text
+
+
+def test_log_probabilities_come_with_their_tokens(engine, runner):
+    engine.add(request(logprobs=0, prompt_logprobs=0))
+    runner.script = [StepSamples((Sample(1, SCORE),), {0: (SCORE, SCORE)})]
+    [output] = engine.step().outputs
+    assert output.logprobs == (SCORE,)
+    assert output.prompt_logprobs == (SCORE, SCORE)
+
+
+def test_choices_of_one_request_come_as_outputs_of_their_own(engine):
+    engine.add(request(n=3, max_tokens=2))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step().outputs
+    assert sorted((o.choice, o.token_ids, o.finish) for o in outputs) == [
+        (choice, ids, finish)
+        for choice in range(3)
+        for ids, finish in [((1,), None), ((2,), FinishReason.LENGTH)]
+    ]
+
+
+def test_an_impossible_id_of_one_choice_fails_all_choices_of_its_request_once(engine, runner):
+    engine.add(request("a", n=2))
+    engine.add(request("b"))
+    runner.script = [sampled(99, 99, 49)]
+    result = engine.step()
+    assert failed(result) == ["a"]
+    assert tokens(result) == [("b", 49)]
+    assert engine.statistics().used_rows == 1
+    assert engine.statistics().late_aborts == 0
+    assert runner.resets == 0
+
+
+def test_a_failed_step_fails_a_request_of_many_choices_once(engine, runner):
+    engine.add(request("a", n=3))
+    runner.script = [RuntimeError(SECRET)]
+    assert failed(engine.step()) == ["a"]
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("bad", [-2, 50])
 def test_an_id_outside_the_vocabulary_fails_its_request_alone(engine, runner, bad, caplog):
     engine.add(request("a"))
     engine.add(request("b"))
-    runner.script = [[bad, 49]]
+    runner.script = [sampled(bad, 49)]
     result = engine.step()
     assert failed(result) == ["a"]
     assert tokens(result) == [("b", 49)]
     assert caplog.records[0].levelno == logging.ERROR
     assert runner.resets == 0
     assert engine.statistics().used_rows == 1
+
+
+def test_a_request_whose_own_masks_leave_nothing_is_told_so(engine, runner):
+    engine.add(request("a"))
+    engine.add(request("b"))
+    runner.script = [sampled(NOTHING_LEFT, 49)]
+    result = engine.step()
+    (failure,) = result.failures
+    assert failure.request_id == "a"
+    assert "allowed_token_ids" in failure.message
+    assert tokens(result) == [("b", 49)]
 
 
 def test_a_runner_that_cannot_be_reset_ends_the_engine(engine, runner):

@@ -9,8 +9,9 @@ import attrs
 from tests.engine.tiny_models import FAMILIES, Request, build, drive, greedy, prompt
 
 from triolet.core import RequestId, SamplingParams
+from triolet.engine import prompt_scores as prompt_scores_module
 from triolet.engine.kv import bytes_per_block
-from triolet.engine.plan import Chunk, StepPlan
+from triolet.engine.plan import Chunk, StepPlan, StepSamples
 from triolet.engine.runner import build_runner
 from triolet.engine.sampler import NonFiniteLogitsError
 
@@ -30,6 +31,8 @@ def one_thread():
 class Subject:
     runner: object
     model: object
+    #: The same model under transformers' own attention.
+    reference: object
     #: By length of the prompt: what model.generate makes of it, greedily.
     expected: dict[int, list[int]]
 
@@ -44,7 +47,9 @@ def subjects():
             model = build(family)
             expected = {n: generate(model, prompt(n)) for n in LENGTHS}
             runner = build_runner(model, num_blocks=BLOCKS, block_size=4, max_num_seqs=64)
-            built[family] = Subject(runner=runner, model=model, expected=expected)
+            built[family] = Subject(
+                runner=runner, model=model, reference=build(family), expected=expected
+            )
         return built[family]
 
     return get
@@ -60,12 +65,20 @@ def llama(subjects):
     return subjects("llama")
 
 
-def generate(model, ids):
+def generate(model, ids, **options):
     tensor = torch.tensor([ids])
     out = model.generate(
-        tensor, attention_mask=torch.ones_like(tensor), max_new_tokens=NEW, do_sample=False
+        tensor,
+        attention_mask=torch.ones_like(tensor),
+        max_new_tokens=NEW,
+        do_sample=False,
+        **options,
     )
     return out[0, len(ids) :].tolist()
+
+
+def tokens_of(runner, *chunks):
+    return [sample.token_id for sample in runner.run(StepPlan(chunks=chunks)).samples]
 
 
 def chunk_of(request_id="a", *, token_ids=(5, 6, 7), start=0, blocks=(0, 1), samples=True, row=0):
@@ -134,8 +147,10 @@ def test_a_seeded_request_samples_the_same_tokens_whatever_it_is_batched_with(ll
 
 
 def test_a_step_that_samples_nothing_returns_nothing(llama):
-    assert llama.runner.run(StepPlan(chunks=(chunk_of(samples=False),))) == []
-    assert llama.runner.run(StepPlan(chunks=())) == []
+    nothing = StepSamples(samples=())
+
+    assert llama.runner.run(StepPlan(chunks=(chunk_of(samples=False),))) == nothing
+    assert llama.runner.run(StepPlan(chunks=())) == nothing
 
 
 def test_tokens_come_in_the_order_of_the_chunks(llama):
@@ -145,7 +160,7 @@ def test_tokens_come_in_the_order_of_the_chunks(llama):
     silent = chunk_of("silent", token_ids=prompt(5), blocks=(4, 5), row=2, samples=False)
     short = chunk_of("short", token_ids=prompt(1), blocks=(6,), row=3)
 
-    tokens = llama.runner.run(StepPlan(chunks=(long, silent, short)))
+    tokens = tokens_of(llama.runner, long, silent, short)
 
     assert tokens == [llama.expected[13][0], llama.expected[1][0]]
 
@@ -170,7 +185,7 @@ def test_numbers_that_are_not_finite_name_their_request_and_a_reset_heals_the_ru
         weight[9] = saved
     runner.reset()
     reuse = chunk_of("new", token_ids=prompt(5), blocks=(0, 1))
-    assert runner.run(StepPlan(chunks=(reuse,))) == [healthy]
+    assert tokens_of(runner, reuse) == [healthy]
 
 
 def test_reset_forgets_what_the_pool_held(llama):
@@ -178,11 +193,11 @@ def test_reset_forgets_what_the_pool_held(llama):
     first = chunk_of(token_ids=ids[:12], blocks=(0, 1, 2), samples=False)
     last = chunk_of(token_ids=ids[12:], start=12, blocks=(0, 1, 2, 3))
     llama.runner.run(StepPlan(chunks=(first,)))
-    assert llama.runner.run(StepPlan(chunks=(last,))) == [llama.expected[13][0]]
+    assert tokens_of(llama.runner, last) == [llama.expected[13][0]]
 
     llama.runner.reset()
 
-    assert llama.runner.run(StepPlan(chunks=(last,))) != [llama.expected[13][0]]
+    assert tokens_of(llama.runner, last) != [llama.expected[13][0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -193,3 +208,128 @@ def test_a_block_costs_what_the_pool_allocates(dtype):
     allocated = sum(t.numel() * t.element_size() for t in (*pool.key_pages, *pool.value_pages))
 
     assert allocated == 6 * bytes_per_block(model.config, block_size=16, dtype=dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_greedy_output_under_a_repetition_penalty_is_that_of_transformers(subjects, family):
+    """With chunks, strangers and rows that change hands."""
+    subject = subjects(family)
+    sampling = SamplingParams(max_tokens=NEW, temperature=0.0, repetition_penalty=1.5)
+    requests = [
+        Request(f"{n}", prompt(n), sampling, chunk=7, delay=2 * i) for i, n in enumerate(LENGTHS)
+    ]
+    requests.append(Request("plain", prompt(21), greedy(NEW)))
+
+    outputs = drive(subject.runner, requests, num_blocks=BLOCKS)
+
+    expected = [generate(subject.reference, prompt(n), repetition_penalty=1.5) for n in LENGTHS]
+    assert outputs == [*expected, subject.expected[21]]
+    assert expected[0] != subject.expected[21]
+
+
+@pytest.mark.slow
+def test_ends_are_held_back_until_min_tokens(subjects):
+    llama = subjects("llama")
+    end = llama.expected[21][0]
+    runner = build_runner(
+        build("llama"), num_blocks=16, block_size=4, max_num_seqs=2, eos_token_ids=frozenset({end})
+    )
+    sampling = SamplingParams(max_tokens=NEW, temperature=0.0, min_tokens=6)
+
+    [output] = drive(runner, [Request("a", prompt(21), sampling)], num_blocks=16)
+
+    assert end not in output[:6]
+    expected = generate(llama.reference, prompt(21), eos_token_id=end, min_new_tokens=6)
+    assert output[: len(expected)] == expected
+
+
+def check_logprobs(entries, targets, logits, k):
+    logprobs = logits.double().log_softmax(-1)
+    assert [entry.token_id for entry in entries] == list(targets)
+    for entry, row in zip(entries, logprobs, strict=True):
+        assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
+        assert entry.rank == 1 + int((row > row[entry.token_id]).sum())
+        top = row.sort(descending=True, stable=True)
+        assert [i for i, _ in entry.top] == top.indices[:k].tolist()
+        assert [p for _, p in entry.top] == pytest.approx(top.values[:k].tolist(), abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bytes_at_once", [prompt_scores_module.PIECE_BYTES, 5 * 512 * 4, 1])
+def test_logprobs_of_prompt_and_output_are_those_of_a_full_forward(
+    subject, monkeypatch, bytes_at_once
+):
+    """In every chunking, in pieces, and beside others that ask for nothing."""
+    monkeypatch.setattr(prompt_scores_module, "PIECE_BYTES", bytes_at_once)
+    ids = prompt(21)
+    sampling = SamplingParams(max_tokens=4, temperature=0.0, logprobs=3, prompt_logprobs=5)
+    requests = [Request(f"{c}", ids, sampling, chunk=c) for c in (1, 2, 3, 7, 20, 21)]
+    requests.append(Request("plain", prompt(13), greedy(NEW), delay=1))
+
+    drive(subject.runner, requests, num_blocks=BLOCKS)
+
+    full = (*ids, *requests[0].output)
+    with torch.no_grad():
+        logits = subject.reference(input_ids=torch.tensor([full]), use_cache=False).logits[0]
+    for request in requests[:-1]:
+        check_logprobs(request.prompt_logprobs, ids[1:], logits[:20], 5)
+        check_logprobs(request.logprobs, full[21:], logits[20:24], 3)
+    assert requests[-1].output == subject.expected[13]
+    assert requests[-1].logprobs == [None] * NEW
+
+
+def scoring(name="a", **options):
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
+    return attrs.evolve(chunk_of(name, **options), sampling=sampling, scores_prompt=True)
+
+
+def test_a_prompt_is_scored_up_to_its_last_token_and_no_further(llama):
+    ids = prompt(5)
+    whole = attrs.evolve(scoring(token_ids=ids), prompt_ids=ids)
+    # Computed again after it lost its KV: one output token follows the prompt.
+    again = attrs.evolve(
+        scoring("b", token_ids=(*ids, 9), blocks=(2, 3), row=1), prompt_ids=ids, output_ids=[9]
+    )
+    single = attrs.evolve(scoring("c", token_ids=ids[:1], blocks=(4,), row=2), prompt_ids=ids[:1])
+
+    result = llama.runner.run(StepPlan(chunks=(whole, again, single)))
+
+    scored = [[e.token_id for e in result.prompt_logprobs[i]] for i in range(3)]
+    assert scored == [list(ids[1:]), list(ids[1:]), []]
+    assert len(result.samples) == 3
+
+
+def test_a_long_prompt_goes_through_the_layers_once_and_the_model_is_as_it_was(llama, monkeypatch):
+    monkeypatch.setattr(prompt_scores_module, "PIECE_BYTES", 1)
+    layer, head = llama.model.model.layers[0], llama.model.lm_head
+    calls = []
+    hooks = [
+        module.register_forward_hook(lambda *_, name=name: calls.append(name))
+        for name, module in (("layer", layer), ("head", head))
+    ]
+    ids = prompt(5)
+    before = dict(vars(llama.model.model))
+
+    llama.runner.run(StepPlan(chunks=(attrs.evolve(scoring(token_ids=ids), prompt_ids=ids),)))
+
+    for hook in hooks:
+        hook.remove()
+    assert calls == ["layer"] + ["head"] * 4
+    assert vars(llama.model.model) == before
+
+
+def test_a_prompt_with_numbers_that_are_not_finite_names_its_request():
+    model = build("llama")
+    runner = build_runner(model, num_blocks=4, block_size=4, max_num_seqs=2)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[9] = torch.nan
+    bad = attrs.evolve(
+        scoring("bad", token_ids=(5, 9), blocks=(0,), samples=False), prompt_ids=(5, 9, 7)
+    )
+    good = attrs.evolve(scoring("good", token_ids=(5, 6), blocks=(1,), row=1), prompt_ids=(5, 6))
+
+    with pytest.raises(NonFiniteLogitsError) as caught:
+        runner.run(StepPlan(chunks=(bad, good)))
+
+    assert caught.value.request_ids == ("bad",)

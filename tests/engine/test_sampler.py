@@ -9,51 +9,36 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from tests.engine.rows import VOCABULARY, chunk_of, new_sampler, random_logits, sampled
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from triolet.core import RequestId, SamplingParams
+from triolet.core import SamplingParams
+from triolet.engine import inversion
 from triolet.engine import sampler as sampler_module
-from triolet.engine.plan import Chunk
-from triolet.engine.sampler import NonFiniteLogitsError, Sampler, uniform
+from triolet.engine.sampler import NonFiniteLogitsError, uniform
 
 pytestmark = pytest.mark.torch
 
-#: More than the candidates, so that rows can overflow them; no multiple of the search's span.
-VOCABULARY = 700
 GRID = 2048
 
 
-def chunk_of(row, sampling, *, name=None, index=0):
-    return Chunk(
-        request_id=RequestId(name or f"request {row}"),
-        row=row,
-        token_ids=(1,),
-        start=0,
-        blocks=(0,),
-        samples=True,
-        sampling=sampling,
-        output_index=index,
-    )
-
-
-def params(temperature=1.0, top_k=0, top_p=1.0, seed=0):
+def params(temperature=1.0, top_k=0, top_p=1.0, seed=0, min_p=0.0):
     return SamplingParams(
-        max_tokens=9, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+        max_tokens=9, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, min_p=min_p
     )
-
-
-def new_sampler(rows=64):
-    return Sampler(max_rows=rows, device=torch.device("cpu"))
-
-
-def random_logits(rows, *, seed=0, vocabulary=VOCABULARY, scale=3.0):
-    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 def warped(logits, sampling):
     """Probabilities by transformers' own warpers, in float64."""
     scores = logits.double()[None]
     scores = TemperatureLogitsWarper(float(sampling.temperature))(None, scores)
+    if sampling.min_p:
+        scores = MinPLogitsWarper(sampling.min_p)(None, scores)
     if sampling.top_k:
         scores = TopKLogitsWarper(sampling.top_k)(None, scores)
     if sampling.top_p < 1:
@@ -68,7 +53,7 @@ def frequencies(logits, sampling):
         counts = torch.zeros(len(logits), dtype=torch.float64)
         for begin in range(0, GRID, 256):
             chunks = [chunk_of(i, sampling, index=begin + i) for i in range(256)]
-            ids = new_sampler(256).sample(logits.expand(256, -1), chunks)
+            ids = sampled(new_sampler(256), logits.repeat(256, 1), chunks)
             counts += torch.bincount(torch.tensor(ids), minlength=len(logits))
     return counts
 
@@ -88,11 +73,19 @@ CASES = [
     params(temperature=5.0, top_p=0.99),  # a nucleus beyond the candidates
     params(temperature=0.8, top_k=50, top_p=0.9),
     params(temperature=5.0, top_k=400, top_p=0.97),
+    params(min_p=0.05),
+    params(min_p=1.0),
+    params(temperature=4.0, min_p=0.02),  # more than the candidates
+    params(temperature=4.0, min_p=0.02, top_p=0.9),
+    params(temperature=0.7, min_p=0.1, top_k=5),
+    params(temperature=3.0, min_p=0.3, top_k=50, top_p=0.8),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", CASES, ids=lambda s: f"T{s.temperature} k{s.top_k} p{s.top_p}")
+@pytest.mark.parametrize(
+    "sampling", CASES, ids=lambda s: f"T{s.temperature} k{s.top_k} p{s.top_p} m{s.min_p}"
+)
 def test_the_distribution_is_that_of_transformers_warpers(sampling):
     logits = random_logits(1)[0]
 
@@ -113,15 +106,16 @@ def test_the_distribution_is_that_of_transformers_warpers(sampling):
     temperature=st.floats(0.05, 5.0),
     top_k=st.integers(0, 500),
     top_p=st.floats(0.01, 1.0),
+    min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
 )
 def test_what_is_drawn_is_what_transformers_keeps(
-    seed, vocabulary, scale, temperature, top_k, top_p
+    seed, vocabulary, scale, temperature, top_k, top_p, min_p
 ):
     logits = random_logits(1, seed=seed, vocabulary=vocabulary, scale=scale)[0]
-    sampling = params(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    sampling = params(temperature, top_k, top_p, seed, min_p)
     chunks = [chunk_of(i, sampling, index=i) for i in range(64)]
 
-    ids = new_sampler().sample(logits.expand(64, -1), chunks)
+    ids = sampled(new_sampler(), logits.expand(64, -1), chunks)
 
     assert (warped(logits, sampling)[ids] > 0).all()
 
@@ -144,17 +138,37 @@ def test_the_slow_path_and_the_fast_one_choose_the_same(seed, candidates, coarse
     def choose(count):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sampler_module, "CANDIDATES", count)
-            return new_sampler().sample(logits, chunks)
+            return sampled(new_sampler(), logits, chunks)
 
     assert choose(candidates) == choose(VOCABULARY)
 
 
-def test_rows_are_sorted_only_where_the_candidates_do_not_reach(monkeypatch):
+def test_what_a_mask_leaves_is_not_sorted_for(monkeypatch):
+    """What lies beyond the candidates is impossible there, not unknown."""
     sizes = []
-    largest = sampler_module._largest
+    largest = sampler_module.largest
     monkeypatch.setattr(
         sampler_module,
-        "_largest",
+        "largest",
+        lambda logits, count: (sizes.append(count), largest(logits, count))[1],
+    )
+    few = SamplingParams(
+        max_tokens=1, top_k=40, top_p=0.99, allowed_token_ids=frozenset({3, 600, 601})
+    )
+
+    new_sampler().sample(
+        random_logits(2), [chunk_of(0, few), chunk_of(1, params(9.0, top_k=30, min_p=0.9))]
+    )
+
+    assert sizes == [256]
+
+
+def test_rows_are_sorted_only_where_the_candidates_do_not_reach(monkeypatch):
+    sizes = []
+    largest = sampler_module.largest
+    monkeypatch.setattr(
+        sampler_module,
+        "largest",
         lambda logits, count: (sizes.append((len(logits), count)), largest(logits, count))[1],
     )
     logits = random_logits(4)
@@ -170,7 +184,7 @@ def test_rows_are_sorted_only_where_the_candidates_do_not_reach(monkeypatch):
     assert sizes == [(3, 256), (1, VOCABULARY)]
 
 
-@pytest.mark.parametrize("vocabulary", [5, 1000, 49152])
+@pytest.mark.parametrize("vocabulary", [5, 256, 257, 1000, 49152])
 @pytest.mark.parametrize("rows", [1, 7])
 def test_greedy_takes_the_lowest_of_equal_ids(rows, vocabulary):
     logits = random_logits(rows, vocabulary=vocabulary)
@@ -178,7 +192,7 @@ def test_greedy_takes_the_lowest_of_equal_ids(rows, vocabulary):
     logits.scatter_(1, places, 50.0)
     chunks = [chunk_of(i, params(temperature=0.0)) for i in range(rows)]
 
-    assert new_sampler().sample(logits, chunks) == places.min(1).values.tolist()
+    assert sampled(new_sampler(), logits, chunks) == places.min(1).values.tolist()
 
 
 @pytest.mark.slow
@@ -217,7 +231,7 @@ def test_a_token_that_cannot_be_is_never_drawn():
     for sampling, end in itertools.product(CASES, ends):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sampler_module, "uniform", lambda *_, end=end: end)
-            [token] = new_sampler().sample(logits[None], [chunk_of(0, sampling)])
+            [token] = sampled(new_sampler(), logits[None], [chunk_of(0, sampling)])
         assert token in {300, 301, 302}
 
 
@@ -225,7 +239,7 @@ def test_a_target_at_the_end_of_the_distribution_finds_the_last_token_with_weigh
     """Two sums of the same weights can differ in the last bit."""
     cumulative = torch.tensor([[0.0, 0.5, 1.5, 1.5, 1.5]], dtype=torch.float64)
     for target in (1.4, 1.5, 1.6):
-        place = sampler_module._position(cumulative, torch.full((1, 1), target).double())
+        place = inversion._position(cumulative, torch.full((1, 1), target).double())
         assert place.item() == 2
 
 
@@ -235,7 +249,7 @@ def test_a_temperature_close_to_zero_is_greedy(temperature, top_p):
     logits = random_logits(8)
     chunks = [chunk_of(i, params(temperature, top_p=top_p, seed=i)) for i in range(8)]
 
-    assert new_sampler().sample(logits, chunks) == logits.argmax(-1).tolist()
+    assert sampled(new_sampler(), logits, chunks) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.slow
@@ -244,10 +258,10 @@ def test_a_temperature_close_to_zero_is_greedy(temperature, top_p):
 def test_a_token_does_not_depend_on_the_batch(seed, order, count):
     logits = random_logits(len(CASES), seed=seed)
     chunks = [chunk_of(i, s, index=i) for i, s in enumerate(CASES)]
-    alone = [new_sampler().sample(logits[i : i + 1], [c])[0] for i, c in enumerate(chunks)]
+    alone = [sampled(new_sampler(), logits[i : i + 1], [c])[0] for i, c in enumerate(chunks)]
     picked = order[:count]
 
-    together = new_sampler().sample(logits[picked], [chunks[i] for i in picked])
+    together = sampled(new_sampler(), logits[picked], [chunks[i] for i in picked])
 
     assert together == [alone[i] for i in picked]
 
@@ -257,11 +271,11 @@ def test_a_row_that_changes_hands_takes_the_new_parameters():
     logits = random_logits(1)
     best = int(logits.argmax())
     wild = [
-        sampler.sample(logits, [chunk_of(1, params(9.0, top_p=0.99), name="a", index=i)])[0]
+        sampled(sampler, logits, [chunk_of(1, params(9.0, top_p=0.99), name="a", index=i)])[0]
         for i in range(20)
     ]
     tame = [
-        sampler.sample(logits, [chunk_of(1, params(9.0, top_k=1), name="b", index=i)])[0]
+        sampled(sampler, logits, [chunk_of(1, params(9.0, top_k=1), name="b", index=i)])[0]
         for i in range(20)
     ]
 
@@ -274,8 +288,9 @@ def test_parameters_are_written_once_per_request(monkeypatch):
     written = []
     original = sampler._index
     monkeypatch.setattr(sampler, "_index", lambda ids: (written.append(ids), original(ids))[1])
+    sampling = params(0.0)
     for index in range(3):
-        sampler.sample(random_logits(1), [chunk_of(1, params(0.0), index=index)])
+        sampler.sample(random_logits(1), [chunk_of(1, sampling, index=index)])
 
     assert written == [[1]]
 
@@ -297,9 +312,9 @@ def test_half_precision_logits_are_sampled_too():
     logits = random_logits(2).bfloat16()
     chunks = [chunk_of(0, params(0.0)), chunk_of(1, params(0.7, top_p=0.9, seed=4))]
 
-    ids = new_sampler().sample(logits, chunks)
+    ids = sampled(new_sampler(), logits, chunks)
 
-    assert ids == new_sampler().sample(logits.float(), chunks)
+    assert ids == sampled(new_sampler(), logits.float(), chunks)
     assert new_sampler().sample(logits[:0], []) == []
 
 
@@ -322,3 +337,29 @@ def test_the_uniform_numbers_are_part_of_the_interface():
         0.6326819898844135,
         0.4988181472708805,
     ]
+
+
+def test_each_choice_of_a_request_has_noise_of_its_own():
+    sampling = params(5.0, seed=3)
+    logits = random_logits(1).repeat(8, 1)
+    chunks = [chunk_of(i, sampling, name="a", choice=i, index=7) for i in range(8)]
+
+    ids = sampled(new_sampler(), logits, chunks)
+
+    weights = (logits[0].double() / 5.0).softmax(-1).cumsum(-1)
+    noise = torch.tensor([uniform(3, i, 7) for i in range(8)], dtype=torch.float64)
+    assert ids == torch.searchsorted(weights, noise, right=True).tolist()
+    assert len(set(ids)) > 4
+
+
+def test_a_request_that_takes_the_name_of_an_earlier_one_takes_its_own_parameters():
+    sampler = new_sampler(1)
+    logits = random_logits(1)
+    sampler.sample(logits, [chunk_of(0, params(0.0))])
+
+    ids = {
+        sampled(sampler, logits, [chunk_of(0, params(9.0, seed=i))])[0]  # the same name each time
+        for i in range(20)
+    }
+
+    assert len(ids) > 10

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,41 +13,66 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 
-from triolet.core import EngineRequest, FinishReason, RequestId, SamplingParams
+from triolet.core import EngineRequest, FinishReason, RequestId, SamplingParams, TokenLogprobs
 from triolet.engine.blocks import BlockPool
+from triolet.engine.plan import Sample, StepSamples
 from triolet.engine.scheduler import Scheduler
 from triolet.errors import ConfigError, ContextLengthError, EngineError, InvalidRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from triolet.engine.plan import StepPlan
+    from triolet.engine.plan import Chunk, StepPlan
 
 EOS = 0
 VOCAB = 13
 
 
-def next_token(content: Sequence[int], seed: int, output_index: int) -> int:
-    """A model: depends on every id before, the seed and the index, and on nothing else."""
-    return zlib.crc32(repr((tuple(content), seed, output_index)).encode()) % VOCAB
+def next_token(content: Sequence[int], seed: int, choice: int, output_index: int) -> int:
+    """A model: depends on every id before, seed, choice and index, and on nothing else."""
+    return zlib.crc32(repr((tuple(content), seed, choice, output_index)).encode()) % VOCAB
 
 
-def solo(request: EngineRequest, max_model_len: int) -> tuple[list[int], FinishReason, int | None]:
-    """What the request gives alone: contract section 3, written down a second time."""
+def solo(
+    request: EngineRequest, choice: int, max_model_len: int
+) -> tuple[list[int], FinishReason, int | None]:
+    """What a choice gives alone: contract section 3, written down a second time."""
     sampling, content = request.sampling, list(request.prompt_ids)
     for index in range(sampling.max_tokens):
-        token = next_token(content, sampling.seed, index)
+        token = next_token(content, sampling.seed, choice, index)
         content.append(token)
         outputs = content[len(request.prompt_ids) :]
-        if token == EOS and not sampling.ignore_eos:
-            return outputs, FinishReason.STOP, None
-        if token in sampling.stop_token_ids:
-            return outputs, FinishReason.STOP, token
+        if index + 1 >= sampling.min_tokens:
+            if token == EOS and not sampling.ignore_eos:
+                return outputs, FinishReason.STOP, None
+            if token in sampling.stop_token_ids:
+                return outputs, FinishReason.STOP, token
         if len(content) == max_model_len:
             break
     return outputs, FinishReason.LENGTH, None
+
+
+def output_score(token: int, choice: int, index: int) -> TokenLogprobs:
+    return TokenLogprobs(token, -float(index), choice + 1)
+
+
+def prompt_score(token: int, position: int) -> TokenLogprobs:
+    return TokenLogprobs(token, -float(position), 0)
+
+
+def prompt_scores(plan: StepPlan) -> dict[int, tuple[TokenLogprobs, ...]]:
+    """What a runner reports of the prompts: by position, and never past the prompt's end."""
+    scores = {}
+    for i, chunk in enumerate(plan.chunks):
+        if chunk.scores_prompt:
+            after = range(chunk.start + 1, chunk.start + len(chunk.token_ids) + 1)
+            ids = chunk.prompt_ids
+            scores[i] = tuple(prompt_score(ids[p], p) for p in after if p < len(ids))
+            assert len(scores[i]) == chunk.scores > 0
+    return scores
 
 
 class PagedModel:
@@ -56,17 +82,29 @@ class PagedModel:
         self.block_size = block_size
         self.slots: dict[tuple[int, int], int] = {}
 
-    def run(self, plan: StepPlan) -> list[int]:
-        sampled = []
+    def run(self, plan: StepPlan) -> StepSamples:
+        written = Counter(block for chunk in plan.chunks for block in self.written(chunk))
+        assert all(count == 1 for count in written.values()), "two sequences write one block"
+        samples = []
         for chunk in plan.chunks:
             for position, token in enumerate(chunk.token_ids, chunk.start):
                 self.slots[self.slot(chunk.blocks, position)] = token
             stop = chunk.start + len(chunk.token_ids)
             assert len(chunk.blocks) == -(-stop // self.block_size)
+            assert (*chunk.prompt_ids, *chunk.output_ids)[chunk.start : stop] == chunk.token_ids
+            assert len(chunk.output_ids) == chunk.output_index
             if chunk.samples:
                 content = [self.slots[self.slot(chunk.blocks, p)] for p in range(stop)]
-                sampled.append(next_token(content, chunk.sampling.seed, chunk.output_index))
-        return sampled
+                seed, index = chunk.sampling.seed, chunk.output_index
+                token = next_token(content, seed, chunk.choice, index)
+                asked = chunk.sampling.logprobs is not None
+                scored = output_score(token, chunk.choice, index) if asked else None
+                samples.append(Sample(token, scored))
+        return StepSamples(tuple(samples), prompt_scores(plan))
+
+    def written(self, chunk: Chunk) -> tuple[int, ...]:
+        """The blocks that a chunk writes to."""
+        return chunk.blocks[chunk.start // self.block_size :]
 
     def slot(self, blocks: tuple[int, ...], position: int) -> tuple[int, int]:
         return blocks[position // self.block_size], position % self.block_size
@@ -75,10 +113,10 @@ class PagedModel:
         self.slots.clear()
 
 
-def request(name="a", prompt=(1, 2, 3), **sampling) -> EngineRequest:
+def request(name="a", prompt=(1, 2, 3), n=1, **sampling) -> EngineRequest:
     sampling.setdefault("max_tokens", 4)
     sampling.setdefault("ignore_eos", True)
-    return EngineRequest(RequestId(name), tuple(prompt), SamplingParams(**sampling))
+    return EngineRequest(RequestId(name), tuple(prompt), SamplingParams(**sampling), n)
 
 
 def scheduler(blocks=8, block_size=2, rows=2, budget=8, max_model_len=16) -> Scheduler:
@@ -88,9 +126,23 @@ def scheduler(blocks=8, block_size=2, rows=2, budget=8, max_model_len=16) -> Sch
 def step(sched: Scheduler, token: int = 5):
     """Run one step in which every chunk that samples gives ``token``."""
     plan = sched.plan()
-    outputs = sched.apply(plan, [token] * plan.samples)
+    outputs = sched.apply(plan, sampled(*[token] * plan.samples, plan=plan))
     sched.check()
     return plan, outputs
+
+
+def sampled(*ids: int, plan: StepPlan | None = None) -> StepSamples:
+    scores = {} if plan is None else prompt_scores(plan)
+    return StepSamples(tuple(map(Sample, ids)), scores)
+
+
+def names(sequences) -> list[str]:
+    return [s.id if s.request.n == 1 else f"{s.id}{s.choice}" for s in sequences]
+
+
+def planned(plan: StepPlan) -> list[tuple[str, int, int]]:
+    """Each chunk as name, start and length."""
+    return [(f"{c.request_id}{c.choice}", c.start, len(c.token_ids)) for c in plan.chunks]
 
 
 def shape(plan: StepPlan) -> list[tuple[str, int, int, bool]]:
@@ -161,13 +213,13 @@ def test_a_head_that_does_not_fit_is_not_overtaken():
     assert [c.request_id for c in step(sched)[0].chunks] == ["a"]
 
 
-@pytest.mark.parametrize(("prompt", "names"), [(4, ["a", "b"]), (6, ["a"])])
-def test_an_admission_leaves_a_block_for_each_running_sequence(prompt, names):
+@pytest.mark.parametrize(("prompt", "expected"), [(4, ["a", "b"]), (6, ["a"])])
+def test_an_admission_leaves_a_block_for_each_running_sequence(prompt, expected):
     sched = scheduler(budget=16)
     sched.add(request("a", range(1, 9)))
     step(sched)
     sched.add(request("b", range(prompt)))  # a has taken its fifth of 8 blocks by then
-    assert [c.request_id for c in step(sched)[0].chunks] == names
+    assert [c.request_id for c in step(sched)[0].chunks] == expected
 
 
 def test_first_scheduled_names_each_request_once():
@@ -191,7 +243,7 @@ def test_the_youngest_is_preempted_and_goes_back_to_the_front():
     sched.add(request("c", range(1, 9)))
     while sched.statistics().preemptions == 0:
         assert "c" not in [c.request_id for c in step(sched)[0].chunks]
-    assert list(sched._waiting) == ["b", "c"]
+    assert names(sched._roster.waiting) == ["b", "c"]
     while "b" not in [c.request_id for c in plan.chunks[:1]]:
         plan, _ = step(sched)
     again = plan.chunks[0]
@@ -210,9 +262,9 @@ def test_a_paused_sequence_is_preempted_before_a_younger_one():
     sched.pause(RequestId("a"))
     while sched.statistics().preemptions == 0:
         step(sched)
-    assert list(sched._parked) == ["a"]
+    assert names(sched._roster.parked) == ["a"]
     sched.resume(RequestId("a"))
-    assert next(iter(sched._waiting)) == "a"
+    assert names(sched._roster.waiting)[0] == "a"
 
 
 def test_the_youngest_without_a_block_waits_with_what_it_has():
@@ -221,8 +273,9 @@ def test_the_youngest_without_a_block_waits_with_what_it_has():
     step(sched)
     sched.add(request("b", range(5), max_tokens=9))
     while len(step(sched)[0].chunks) == 2:
-        held = sched._sequences[RequestId("b")].blocks
-    assert sched._sequences[RequestId("b")].blocks == held
+        [b] = sched._roster.requests[RequestId("b")]
+        held = b.blocks
+    assert b.blocks == held
     assert sched.statistics().used_blocks == 8
     assert sched.statistics().preemptions == 0
     step(sched)
@@ -255,8 +308,8 @@ def test_paused_sequences_give_rows_and_blocks_to_whoever_waits():
         sched.pause(RequestId(name))
     sched.add(request("c"))
     assert [c.request_id for c in step(sched)[0].chunks] == ["c"]
-    assert list(sched._parked) == ["b"]
-    assert list(sched._running) == ["a", "c"]
+    assert names(sched._roster.parked) == ["b"]
+    assert names(sched._roster.running) == ["a", "c"]
 
 
 def test_an_admission_that_fits_not_even_so_takes_nothing_from_paused_ones():
@@ -275,7 +328,7 @@ def test_a_token_sampled_while_its_request_is_paused_is_kept():
     sched.add(request("a"))
     plan = sched.plan()
     sched.pause(RequestId("a"))
-    assert [o.token_ids for o in sched.apply(plan, [7])] == [(7,)]
+    assert [o.token_ids for o in sched.apply(plan, sampled(7))] == [(7,)]
 
 
 def test_a_request_paused_in_the_queue_lets_others_pass():
@@ -316,8 +369,8 @@ def test_an_abort_under_a_running_step_frees_in_apply_and_drops_the_token():
     plan = sched.plan()
     assert sched.abort(RequestId("a"))
     assert not sched.abort(RequestId("a"))
-    assert all(map(sched.pool.held, plan.chunks[0].blocks))
-    outputs = sched.apply(plan, [5, 6])
+    assert all(map(sched.pool.owners, plan.chunks[0].blocks))
+    outputs = sched.apply(plan, sampled(5, 6))
     assert [(o.request_id, o.token_ids) for o in outputs] == [("b", (6,))]
     assert sched.statistics().used_rows == 1
     sched.check()
@@ -344,8 +397,16 @@ def test_an_id_can_be_used_again_after_its_request_has_ended():
         ({"max_tokens": 1}, 7, FinishReason.LENGTH, None),
         ({"max_tokens": 99, "prompt": range(15)}, 7, FinishReason.LENGTH, None),
         ({}, EOS, None, None),
+        ({"ignore_eos": False, "min_tokens": 2}, EOS, None, None),
+        ({"ignore_eos": False, "min_tokens": 1}, EOS, FinishReason.STOP, None),
+        ({"stop_token_ids": frozenset({7}), "min_tokens": 2}, 7, None, None),
+        ({"max_tokens": 1, "min_tokens": 2}, 7, FinishReason.LENGTH, None),
+        ({"min_tokens": 9, "prompt": range(15)}, 7, FinishReason.LENGTH, None),
     ],
-    ids=["eos", "eos first", "eos as stop id", "stop id", "max_tokens", "model length", "goes on"],
+    ids=[
+        *["eos", "eos first", "eos as stop id", "stop id", "max_tokens", "model length", "goes on"],
+        *["eos too early", "eos in time", "stop id too early", "min over max", "min over length"],
+    ],
 )
 def test_what_ends_a_sequence_in_the_order_of_the_contract(sampling, token, finish, stop_token_id):
     sched = scheduler(budget=16)
@@ -373,7 +434,8 @@ def test_a_failed_step_drops_its_requests_and_recomputes_the_others_by_age():
     assert sched.fail(plan) == ["a"]
     sched.check()
     assert sched.statistics().used_blocks == sched.statistics().used_rows == 0
-    assert (list(sched._waiting), list(sched._parked)) == (["c", "d"], ["b"])
+    roster = sched._roster
+    assert (names(roster.waiting), names(roster.parked)) == (["c", "d"], ["b"])
     assert shape(step(sched)[0]) == [("c", 0, 3, True), ("d", 0, 3, True)]
 
 
@@ -383,12 +445,12 @@ def test_a_result_that_does_not_belong_changes_nothing():
     plan = sched.plan()
     with pytest.raises(EngineError, match="under way"):
         sched.plan()
-    for sampled in [], [1, 2]:
+    for ids in [], [1, 2]:
         with pytest.raises(EngineError, match="samples 1"):
-            sched.apply(plan, sampled)
-    sched.apply(plan, [1])
+            sched.apply(plan, sampled(*ids))
+    sched.apply(plan, sampled(1))
     with pytest.raises(EngineError, match="not under way"):
-        sched.apply(plan, [1])
+        sched.apply(plan, sampled(1))
     with pytest.raises(EngineError, match="not under way"):
         sched.fail(plan)
 
@@ -417,74 +479,355 @@ def test_the_check_raises_when_a_block_is_lost():
         sched.check()
 
 
+# Choices
+
+
+def test_choices_share_one_prefill_as_soon_as_it_is_computed():
+    sched = scheduler(blocks=16, rows=4, budget=4)
+    sched.add(request("a", [1, 2, 3, 4, 5, 6, 7], n=3))
+    assert planned(step(sched)[0]) == [("a0", 0, 4)]
+    plan, outputs = step(sched)
+    assert planned(plan) == [("a0", 4, 3)]
+    assert [o.choice for o in outputs] == [0]
+    assert sched.statistics().waiting == 2
+    plan, outputs = step(sched)
+    assert planned(plan) == [("a0", 7, 1), ("a1", 6, 1), ("a2", 6, 1)]
+    assert [o.choice for o in outputs] == [0, 1, 2]
+    leader, *followers = (chunk.blocks for chunk in plan.chunks)
+    assert {blocks[:3] for blocks in followers} == {leader[:3]}
+    assert len({blocks[3] for blocks in (leader, *followers)}) == 3
+    assert sched.statistics().used_blocks == 6
+    assert sched.statistics().prompt_tokens == 7
+
+
+@pytest.mark.parametrize(("prompt", "start"), [(3, 2), (4, 2), (5, 4)])
+def test_every_choice_computes_the_last_prompt_token_in_a_block_of_its_own(prompt, start):
+    sched = scheduler(blocks=16, rows=4)
+    sched.add(request("a", range(prompt), n=2))
+    step(sched)
+    assert planned(step(sched)[0])[-1] == ("a1", start, prompt - start)
+
+
+def test_choices_of_a_prompt_that_fills_no_block_need_not_wait():
+    sched = scheduler(blocks=16, block_size=4, rows=4)
+    sched.add(request("a", [1, 2], n=3))
+    assert planned(step(sched)[0]) == [("a0", 0, 2), ("a1", 0, 2), ("a2", 0, 2)]
+
+
+def test_those_behind_a_choice_passed_over_get_only_what_it_does_not_need():
+    sched = scheduler(blocks=32, rows=4, budget=16)
+    sched.add(request("a", [1, 2, 3], n=3))
+    sched.add(request("b", [1, 2, 3]))
+    sched.add(request("c", [1, 2, 3]))
+    assert planned(step(sched)[0]) == [("a0", 0, 3), ("b0", 0, 3)]
+    assert names(sched._roster.waiting) == ["a1", "a2", "c"]
+    assert planned(step(sched)[0])[2:] == [("a1", 2, 1), ("a2", 2, 1)]
+
+
+def test_blocks_are_kept_for_a_choice_passed_over():
+    sched = scheduler(blocks=8, rows=4, budget=16)
+    sched.add(request("a", [1, 2, 3], n=2))
+    sched.add(request("b", range(8)))  # 2 for a0, 1 and 1 to grow for a1, 1 for a0: 3 are left
+    assert planned(step(sched)[0]) == [("a0", 0, 3)]
+
+
+def test_a_choice_that_does_not_fit_is_not_overtaken():
+    sched = scheduler(blocks=8, rows=1, budget=16)
+    sched.add(request("a", [1, 2, 3], n=2))
+    sched.add(request("b", [1]))
+    assert planned(step(sched)[0]) == [("a0", 0, 3)]
+    assert planned(step(sched)[0]) == [("a0", 3, 1)]
+
+
+def test_more_choices_than_rows_run_in_waves_with_one_prefill():
+    sched = scheduler(blocks=16, rows=2, budget=8)
+    sched.add(request("a", range(1, 8), n=5, max_tokens=2))
+    plans, ends = [], []
+    while sched.has_work:
+        plan, outputs = step(sched)
+        plans.append(plan)
+        ends += [o.choice for o in outputs if o.finish]
+    assert sorted(ends) == [0, 1, 2, 3, 4]
+    first, *rest = [chunk for plan in plans for chunk in plan.chunks]
+    assert len(first.token_ids) == 7
+    assert all(len(chunk.token_ids) == 1 for chunk in rest)
+    assert sched.statistics().used_blocks == 0
+    assert [plan.first_scheduled for plan in plans] == [("a",)] + [()] * (len(plans) - 1)
+    assert (sched.statistics().prompt_tokens, sched.statistics().output_tokens) == (7, 10)
+
+
+def test_a_leader_that_ends_at_once_leaves_its_prompt_to_the_others():
+    sched = scheduler(blocks=16, rows=8)
+    sched.add(request("a", range(1, 8), n=4, max_tokens=1))
+    assert planned(step(sched)[0]) == [("a0", 0, 7)]
+    assert planned(step(sched)[0]) == [("a1", 6, 1), ("a2", 6, 1), ("a3", 6, 1)]
+    assert not sched.has_work
+    assert sched.statistics().used_blocks == sched.statistics().used_rows == 0
+
+
+def test_a_choice_that_ends_does_not_disturb_its_siblings():
+    sched = scheduler(blocks=16, rows=4, budget=8)
+    sched.add(request("a", range(1, 6), n=2, stop_token_ids=frozenset({9})))
+    step(sched)
+    plan = sched.plan()
+    outputs = sched.apply(plan, sampled(9, 5))
+    assert [(o.choice, o.finish) for o in outputs] == [(0, FinishReason.STOP), (1, None)]
+    sched.check()
+    assert planned(step(sched)[0]) == [("a1", 5, 1)]
+
+
+def test_an_abort_ends_all_choices_those_under_way_in_apply():
+    sched = scheduler(blocks=16, rows=2)
+    sched.add(request("a", range(1, 6), n=3))
+    step(sched)
+    plan = sched.plan()
+    assert planned(plan) == [("a0", 5, 1), ("a1", 4, 1)]
+    assert sched.abort(RequestId("a"))
+    assert not sched.abort(RequestId("a"))
+    assert names(sched._roster.requests[RequestId("a")]) == ["a0", "a1"]
+    sched.check()
+    assert sched.apply(plan, sampled(5, 5)) == []
+    sched.check()
+    assert sched.statistics().used_blocks == sched.statistics().used_rows == 0
+    assert not sched._roster.requests
+
+
+def test_a_failed_step_drops_all_choices_of_its_requests_once():
+    sched = scheduler(blocks=16, rows=2)
+    sched.add(request("a", range(1, 6), n=3))
+    step(sched)
+    assert sched.fail(sched.plan()) == ["a"]
+    sched.check()
+    assert not sched._roster.requests
+
+
+def test_a_pause_holds_all_choices_and_gives_all_their_blocks_to_whoever_waits():
+    sched = scheduler(blocks=8, rows=4, budget=16)
+    sched.add(request("a", range(1, 6), n=2, max_tokens=9))
+    step(sched)
+    step(sched)
+    sched.pause(RequestId("a"))
+    assert not sched.has_work
+    assert sched.statistics().used_blocks == 4
+    sched.add(request("b", range(15)))  # 8 blocks: all there are
+    assert planned(step(sched)[0]) == [("b0", 0, 15)]
+    assert sorted(names(sched._roster.parked)) == ["a0", "a1"]
+    sched.resume(RequestId("a"))
+    assert names(sched._roster.waiting) == ["a0", "a1"]
+
+
+def test_shared_blocks_that_come_free_once_are_counted_once():
+    sched = scheduler(blocks=8, rows=4, budget=16)
+    sched.add(request("a", range(1, 6), n=3, max_tokens=9))
+    step(sched)
+    step(sched)
+    sched.add(request("b", [1]))
+    step(sched)
+    sched.pause(RequestId("a"))
+    assert sched.statistics().used_blocks == 6
+    sched.add(request("c", range(14)))  # 7 blocks and one for b: b has one, so 7 can come free
+    step(sched)
+    assert sched.statistics().preemptions == 0
+
+
+def test_a_preempted_choice_comes_in_again_on_its_leaders_blocks():
+    sched = scheduler(blocks=9, rows=3, budget=16)
+    sched.add(request("old", [1], max_tokens=7))
+    sched.add(request("a", range(1, 6), n=2, max_tokens=9))
+    while sched.statistics().preemptions == 0:
+        step(sched)
+    assert names(sched._roster.waiting) == ["a1"]
+    while "a1" in names(sched._roster.waiting):
+        plan, _ = step(sched)
+    assert plan.chunks[-1].output_index > 0
+    assert plan.chunks[-1].start == 4
+
+
+def test_a_preempted_choice_takes_over_from_the_last_that_ran():
+    sched = scheduler(blocks=8, rows=4, budget=16)
+    sched.add(request("a", range(1, 6), n=2, max_tokens=11))
+    while sched.statistics().preemptions == 0:
+        step(sched)
+    assert names(sched._roster.waiting) == ["a1"]
+    while sched._roster.waiting:
+        step(sched)
+    [a1] = sched._roster.running
+    assert (a1.choice, a1.computed, len(a1.output_ids) > 0) == (1, 4, True)
+    assert planned(step(sched)[0]) == [("a1", 4, a1.length - 5)]
+
+
+# Log-probabilities
+
+
+def test_log_probabilities_go_with_their_tokens():
+    sched = scheduler()
+    sched.add(request("a", logprobs=2))
+    plan = sched.plan()
+    scored = output_score(7, 0, 0)
+    [output] = sched.apply(plan, StepSamples((Sample(7, scored),)))
+    assert output.logprobs == (scored,)
+    assert output.prompt_logprobs == ()
+
+
+@pytest.mark.parametrize("block_size", [2, 16], ids=["shared", "each its own"])
+@pytest.mark.parametrize("budget", [3, 4, 32])
+def test_prompt_scores_come_once_with_the_first_output_of_choice_0(budget, block_size):
+    sched = scheduler(blocks=16, block_size=block_size, rows=3, budget=budget)
+    sched.add(request("a", range(1, 8), n=3, prompt_logprobs=0, max_tokens=2))
+    outputs = []
+    while sched.has_work:
+        outputs += step(sched)[1]
+    assert outputs[0].choice == 0
+    assert outputs[0].prompt_logprobs == tuple(prompt_score(p + 1, p) for p in range(1, 7))
+    assert all(output.prompt_logprobs == () for output in outputs[1:])
+
+
+def test_a_prompt_of_one_token_has_nothing_to_score():
+    sched = scheduler()
+    sched.add(request("a", [1], prompt_logprobs=0))
+    plan, [output] = step(sched)
+    assert not plan.chunks[0].scores_prompt
+    assert output.prompt_logprobs == ()
+
+
+def test_a_leader_preempted_in_mid_prompt_leads_again_and_scores_the_prompt_anew():
+    sched = scheduler(blocks=8, rows=2, budget=4)
+    sched.add(request("a", range(1, 8), n=2, prompt_logprobs=0))
+    step(sched)
+    sched.pause(RequestId("a"))
+    sched.add(request("b", range(15), max_tokens=1))
+    while sched.has_work:
+        step(sched)
+    assert sorted(names(sched._roster.parked)) == ["a0", "a1"]
+    sched.resume(RequestId("a"))
+    assert planned(step(sched)[0]) == [("a0", 0, 4)]
+    plan, [output] = step(sched)
+    assert planned(plan) == [("a0", 4, 3)]
+    assert [scored.token_id for scored in output.prompt_logprobs] == [2, 3, 4, 5, 6, 7]
+
+
 # Any interleaving
+
+#: What the state machine has met, over all its runs.
+SEEN: Counter[str] = Counter()
+#: What it is there to meet, and does in nearly every run.
+SITUATIONS = {
+    "a choice came in on shared blocks",
+    "a choice was passed over",
+    "a choice was overtaken",
+    "a choice took over from one that ended",
+    "a choice was preempted and its leader was not",
+    "a pause met a leader in mid-prompt",
+    "all choices came from one prefill",
+    "an abort met choices in the step and choices in the queue",
+}
+# What it meets in most runs, if not in all: these have tests of their own above.
+RARE = {
+    "a choice came in again on shared blocks, with output",
+    "a leader was preempted after a follower of it",
+    "a leader was preempted in mid-prompt while others waited for it",
+    "a step of shared blocks failed",
+    "prompt scores came after a preemption",
+}
+
+Key = tuple[RequestId, int]
+
+
+def key(sequence) -> Key:
+    return sequence.id, sequence.choice
+
+
+def keys(plan: StepPlan | None) -> list[Key]:
+    return [(chunk.request_id, chunk.choice) for chunk in plan.chunks] if plan else []
 
 
 class AnyInterleaving(RuleBasedStateMachine):
-    """Requests come, go, pause and fail in any order; each gives what it gives alone."""
+    """Requests come, go, pause and fail in any order; each choice gives what it gives alone."""
 
     @initialize(
-        spare=st.integers(0, 3),
+        spare=st.integers(0, 9),
         block_size=st.integers(1, 3),
-        rows=st.integers(1, 4),
+        rows=st.integers(1, 5),
         over=st.integers(0, 6),
         max_model_len=st.integers(4, 12),
     )
     def start(self, spare, block_size, rows, over, max_model_len):
         pool = BlockPool(-(-max_model_len // block_size) + spare, block_size)
         self.sched = Scheduler(pool, rows, rows + over, max_model_len, frozenset({EOS}))
+        self.roster = self.sched._roster
         self.model = PagedModel(block_size)
         self.plan: StepPlan | None = None
         self.requests: dict[RequestId, EngineRequest] = {}
-        self.produced: dict[RequestId, list[int]] = {}
-        self.held: set[RequestId] = set()
+        self.produced: dict[Key, list[int]] = {}
+        self.held: set[Key] = set()
         self.paused: set[RequestId] = set()
         self.scheduled: set[RequestId] = set()
+        self.computed: Counter[RequestId] = Counter()
+        self.preempted: set[RequestId] = set()
+        self.thrown_out: set[Key] = set()
+        self.scores: dict[RequestId, list[tuple[TokenLogprobs, ...]]] = defaultdict(list)
 
-    def doomed(self) -> set[RequestId]:
+    def live(self) -> set[RequestId]:
+        """The requests that have a choice to go."""
+        return {name for name, _ in self.held}
+
+    def doomed(self) -> set[Key]:
         """Aborted under the step that is under way."""
-        return {c.request_id for c in self.plan.chunks} - self.held if self.plan else set()
+        return set(keys(self.plan)) - self.held
 
     def pick(self, which: int) -> RequestId:
         """Mostly a request still held, at times one long gone or never seen."""
-        planned = [chunk.request_id for chunk in self.plan.chunks] if self.plan else []
-        names = [*3 * planned, *sorted(self.held), *self.requests, RequestId("never")]
-        return names[which % len(names)]
+        in_step = [name for name, _ in keys(self.plan)]
+        picks = [*3 * in_step, *sorted(self.live()), *self.requests, RequestId("never")]
+        return picks[which % len(picks)]
 
     @rule(
         prompts=st.lists(st.integers(1, 11), min_size=1, max_size=4),
+        n=st.sampled_from([1, 3, 2, 6]),
         max_tokens=st.sampled_from([12, 8, 4, 1]),  # long first: short lives meet nobody
+        min_tokens=st.integers(0, 3),
         ignore_eos=st.booleans(),
         stops=st.frozensets(st.integers(0, VOCAB - 1), max_size=2),
+        logprobs=st.sampled_from([None, 0]),
+        prompt_logprobs=st.sampled_from([None, 0]),
     )
-    def add(self, prompts, max_tokens, ignore_eos, stops):
-        for prompt in prompts:
-            self.add_one(prompt, max_tokens, ignore_eos, stops)
+    def add(self, prompts, n, **sampling):
+        sampling["stop_token_ids"] = sampling.pop("stops")
+        for i, prompt in enumerate(prompts):
+            self.add_one(prompt, n if i == 0 else 1, sampling)
 
-    def add_one(self, prompt, max_tokens, ignore_eos, stops):
+    def add_one(self, prompt, n, sampling):
         number = len(self.requests)
         req = EngineRequest(
             RequestId(f"r{number:03}"),
             tuple((number + i) % VOCAB for i in range(min(prompt, self.sched.max_model_len - 1))),
-            SamplingParams(max_tokens, seed=number, ignore_eos=ignore_eos, stop_token_ids=stops),
+            SamplingParams(seed=number, **sampling),
+            n,
         )
         self.sched.add(req)
         self.requests[req.id] = req
-        self.produced[req.id] = []
-        self.held.add(req.id)
+        for choice in range(n):
+            self.produced[req.id, choice] = []
+            self.held.add((req.id, choice))
 
     @rule(which=st.integers(0, 99))
     def abort(self, which):
         name = self.pick(which)
-        assert self.sched.abort(name) == (name in self.held)
-        self.held.discard(name)
+        choices = {k for k in self.held if k[0] == name}
+        in_step = choices & set(keys(self.plan))
+        if in_step and in_step != choices:
+            SEEN["an abort met choices in the step and choices in the queue"] += 1
+        assert self.sched.abort(name) == bool(choices)
+        self.held -= choices
         self.paused.discard(name)
 
     @rule(which=st.integers(0, 99))
     def pause(self, which):
         name = self.pick(which)
-        assert self.sched.pause(name) == (name in self.held - self.paused)
-        self.paused |= {name} & self.held
+        if any(not self.roster.ready(s) for s in self.roster.waiting if s.id == name):
+            SEEN["a pause met a leader in mid-prompt"] += 1
+        assert self.sched.pause(name) == (name in self.live() - self.paused)
+        self.paused |= {name} & self.live()
 
     @rule(which=st.integers(0, 99))
     def resume(self, which):
@@ -496,43 +839,119 @@ class AnyInterleaving(RuleBasedStateMachine):
     @rule()
     def begin(self):
         has_work = self.sched.has_work
-        running = [s for s in self.sched._running.values() if not s.paused]
-        oldest = min(running, key=lambda s: s.arrival).id if running else None
+        before = {s: (len(s.blocks), self.roster.ready(s)) for s in self.roster.running}
+        running = [s for s in before if not s.paused]
+        oldest = key(min(running, key=lambda s: s.arrival)) if running else None
+        queue = list(self.roster.waiting)
         self.plan = self.sched.plan()
-        assert (self.plan is not None) == has_work == bool(self.held - self.paused)
+        assert (self.plan is not None) == has_work == bool(self.live() - self.paused)
+        self.see_preemptions(before)
         if self.plan is None:
             return
-        ids = [chunk.request_id for chunk in self.plan.chunks]
+        self.see_admissions(queue)
+        ids = keys(self.plan)
         assert oldest is None or oldest in ids, "the oldest is in every plan"
         assert len(set(ids)) == len(ids)
-        assert set(ids) <= self.held - self.paused
+        assert {name for name, _ in ids} <= self.live() - self.paused
         assert len({chunk.row for chunk in self.plan.chunks}) == len(ids)
         spent = sum(len(chunk.token_ids) for chunk in self.plan.chunks)
         assert len(ids) <= spent <= self.sched.max_num_batched_tokens
-        assert len(self.sched._running) <= self.sched.max_num_seqs
-        assert set(self.plan.first_scheduled) == set(ids) - self.scheduled
-        self.scheduled |= set(ids)
+        assert len(self.roster.running) <= self.sched.max_num_seqs
+        first = {name for name, _ in ids} - self.scheduled
+        assert sorted(self.plan.first_scheduled) == sorted(first)
+        self.scheduled |= first
+        for chunk in self.plan.chunks:
+            owners = {self.sched.pool.owners(block) for block in self.model.written(chunk)}
+            assert owners == {1}, "a shared block is written"
+            prompt = len(chunk.prompt_ids)
+            stop = min(chunk.start + len(chunk.token_ids), prompt)
+            self.computed[chunk.request_id] += max(0, stop - chunk.start)
+
+    def see_preemptions(self, before):
+        gone = [s for s in before if s not in self.roster.running]
+        self.preempted |= {s.id for s in gone}
+        for s in gone:
+            follows = s.choice > 0 and self.roster.leader(s) is not None
+            SEEN["a choice was preempted and its leader was not"] += follows
+            self.thrown_out.add(key(s))
+            after = any(k[0] == s.id and k[1] > s.choice for k in self.thrown_out)
+            SEEN["a leader was preempted after a follower of it"] += after
+            mid_prompt = not before[s][1] and s.request.n > 1
+            SEEN["a leader was preempted in mid-prompt while others waited for it"] += mid_prompt
+
+    def see_admissions(self, queue):
+        came_in = [s for s in queue if s in self.roster.running]
+        passed = [s for s in queue if s in self.roster.waiting and not self.roster.ready(s)]
+        SEEN["a choice was passed over"] += bool(passed and came_in)
+        # Arrival says who stood behind only among those never preempted, so the queue does.
+        overtaken = [
+            s
+            for s in passed
+            if any(queue.index(s) < queue.index(o) and o.id != s.id for o in came_in)
+        ]
+        SEEN["a choice was overtaken"] += bool(overtaken)
+        if overtaken:
+            reach = len(self.roster.free_rows) + sum(s.paused for s in self.roster.running)
+            last = max(queue.index(s) for s in came_in)
+            kept = [s for s in passed if queue.index(s) < last]
+            assert len(kept) <= reach, "whoever overtakes leaves a row"
+            paused = [s for s in self.roster.running if s.paused]
+            blocks = self.sched.pool.free_blocks + self.roster.reclaimable(paused)
+            assert sum(map(self.roster.missing, kept)) <= blocks, "and blocks"
+        for s in came_in:
+            shares = s.choice > 0 and self.roster.leader(s) is not s and self.roster.shareable(s)
+            if shares:
+                SEEN["a choice came in on shared blocks"] += 1
+                again = bool(s.output_ids)
+                SEEN["a choice came in again on shared blocks, with output"] += again
 
     @precondition(lambda self: self.plan is not None)
     @rule()
     def finish(self):
         plan, self.plan = self.plan, None
-        sampled = self.model.run(plan)
-        told = [c.request_id for c in plan.chunks if c.samples and c.request_id in self.held]
-        outputs = self.sched.apply(plan, sampled)
-        assert [output.request_id for output in outputs] == told
+        result = self.model.run(plan)
+        told = [
+            (c.request_id, c.choice)
+            for c in plan.chunks
+            if c.samples and (c.request_id, c.choice) in self.held
+        ]
+        before = set(self.roster.running)
+        outputs = self.sched.apply(plan, result)
+        assert [(output.request_id, output.choice) for output in outputs] == told
         for output in outputs:
-            produced = self.produced[output.request_id]
-            produced += output.token_ids
-            tokens, reason, stop = solo(self.requests[output.request_id], self.sched.max_model_len)
-            assert produced == tokens[: len(produced)]
-            ended = len(produced) == len(tokens)
-            assert (output.finish, output.stop_token_id) == (
-                (reason, stop) if ended else (None, None)
-            )
-            if ended:
-                self.held.discard(output.request_id)
-                self.paused.discard(output.request_id)
+            self.take(output)
+        heirs = set(self.roster.running) - before
+        SEEN["a choice took over from one that ended"] += len(heirs)
+
+    def take(self, output):
+        name, choice = output.request_id, output.choice
+        req, produced = self.requests[name], self.produced[name, choice]
+        asked = req.sampling
+        index = len(produced)
+        produced += output.token_ids
+        tokens, reason, stop = solo(req, choice, self.sched.max_model_len)
+        assert produced == tokens[: len(produced)]
+        ended = len(produced) == len(tokens)
+        assert (output.finish, output.stop_token_id) == ((reason, stop) if ended else (None, None))
+        scored = output_score(produced[-1], choice, index)
+        assert output.logprobs == (() if asked.logprobs is None else (scored,))
+        scores = ()
+        if asked.prompt_logprobs is not None and (choice, index) == (0, 0):
+            scores = tuple(prompt_score(id_, p) for p, id_ in enumerate(req.prompt_ids))[1:]
+            SEEN["prompt scores came after a preemption"] += name in self.preempted
+        assert output.prompt_logprobs == scores
+        if ended:
+            self.held.discard((name, choice))
+            if name not in self.live():
+                self.paused.discard(name)
+                self.count_prefills(req)
+
+    def count_prefills(self, req):
+        if req.id in self.preempted or req.n == 1:
+            return
+        SEEN["all choices came from one prefill"] += 1
+        most = len(req.prompt_ids) + req.n * self.sched.pool.block_size
+        assert self.computed[req.id] <= most, "one prefill serves all choices"
 
     @precondition(lambda self: self.held)
     @rule(times=st.integers(1, 4))
@@ -544,19 +963,45 @@ class AnyInterleaving(RuleBasedStateMachine):
                 self.finish()
             self.books_balance()
 
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 99), prompt=st.integers(1, 11), max_tokens=st.integers(1, 6))
+    def squeeze(self, which, prompt, max_tokens):
+        """Pause a request, in mid-prompt or sharing, and let newcomers take from it."""
+        if self.plan is not None:
+            self.finish()
+        mid_prompt = [s.id for s in self.roster.waiting if not self.roster.ready(s)]
+        shares = [s.id for s in self.roster.running if s.choice and self.roster.leader(s) is not s]
+        picks = (mid_prompt if which % 2 else shares) or mid_prompt or shares
+        name = picks[which % len(picks)] if picks else self.pick(which)
+        if name in self.live() - self.paused:
+            assert self.sched.pause(name)
+            self.paused.add(name)
+        for _ in range(2 if picks is mid_prompt else 1):
+            size = self.sched.max_model_len if picks is mid_prompt else prompt
+            self.add_one(size, 1, {"max_tokens": max_tokens})
+        self.steps(2)
+        if name in self.paused:
+            assert self.sched.resume(name)
+            self.paused.discard(name)
+        self.steps(1 + max_tokens)
+
     def fail(self):
         plan, self.plan = self.plan, None
-        ids = [chunk.request_id for chunk in plan.chunks if chunk.request_id in self.held]
-        assert self.sched.fail(plan) == ids
-        assert not self.sched._running, "no KV outlives a failed step"
+        shared = any(self.sched.pool.owners(b) > 1 for c in plan.chunks for b in c.blocks)
+        SEEN["a step of shared blocks failed"] += shared
+        ids = dict.fromkeys(k[0] for k in keys(plan) if k in self.held)
+        others = {s.id for s in self.roster.running}
+        assert self.sched.fail(plan) == list(ids)
+        assert not self.roster.running, "no KV outlives a failed step"
         self.model.reset()
-        self.held -= set(ids)
+        self.held = {k for k in self.held if k[0] not in ids}
+        self.preempted |= others
         self.paused -= set(ids)
 
     @precondition(lambda self: self.held)
     @rule(
         acts=st.lists(st.tuples(st.sampled_from(["abort", "pause", "resume"]), st.integers(0, 99))),
-        fails=st.sampled_from([False, False, False, True]),
+        fails=st.sampled_from([False, False, True]),
     )
     def meddle_with_a_step(self, acts, fails):
         if self.plan is None:
@@ -573,11 +1018,12 @@ class AnyInterleaving(RuleBasedStateMachine):
             return
         self.sched.check()
         stats = self.sched.statistics()
-        assert set(self.sched._sequences) == self.held | self.doomed()
+        held = {key(s) for siblings in self.roster.requests.values() for s in siblings}
+        assert held == self.held | self.doomed()
         assert stats.paused >= len(self.paused)
-        assert stats.waiting + stats.running + stats.paused == len(self.sched._sequences)
+        assert stats.waiting + stats.running + stats.paused == len(held)
         for chunk in self.plan.chunks if self.plan else ():
-            assert all(map(self.sched.pool.held, chunk.blocks)), "a running step writes there"
+            assert all(map(self.sched.pool.owners, chunk.blocks)), "a running step uses them"
 
     def teardown(self):
         if not hasattr(self, "sched"):
@@ -595,14 +1041,27 @@ class AnyInterleaving(RuleBasedStateMachine):
         assert not self.held, "starved"
         stats = self.sched.statistics()
         assert (stats.used_blocks, stats.used_rows) == (0, 0)
-        assert not self.sched._sequences
+        assert not self.roster.requests
 
 
-AnyInterleaving.TestCase.settings = settings(
-    max_examples=120,
-    stateful_step_count=60,
-    deadline=None,
-    # A scheduler that livelocks would take minutes to shrink.
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-)
-test_every_request_gives_what_it_gives_alone = pytest.mark.slow(AnyInterleaving.TestCase)
+@pytest.mark.slow
+def test_every_choice_gives_what_it_gives_alone():
+    SEEN.clear()
+    missed = SITUATIONS
+    # How much one run meets is luck, and differs a lot; that three miss the same is not.
+    for _ in range(3):
+        run_state_machine_as_test(
+            AnyInterleaving,
+            settings=settings(
+                max_examples=200,
+                stateful_step_count=60,
+                deadline=None,
+                # A scheduler that livelocks would take minutes to shrink.
+                phases=[Phase.explicit, Phase.reuse, Phase.generate],
+            ),
+        )
+        missed = {situation for situation in SITUATIONS if not SEEN[situation]}
+        if not missed:
+            break
+    assert set(SEEN) <= SITUATIONS | RARE, "each is counted under its name"
+    assert not missed

@@ -21,7 +21,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from triolet.core import RequestId, SamplingParams
+from triolet.core import RequestId, SamplingParams, TokenLogprobs
 from triolet.engine.plan import Chunk, StepPlan
 
 VOCABULARY = 512
@@ -130,6 +130,9 @@ class Request:
     delay: int = 0
     output: list[int] = attrs.field(init=False, factory=list)
     computed: int = attrs.field(init=False, default=0)
+    #: What the runner says of the prompt's tokens, and of the output's.
+    prompt_logprobs: list[TokenLogprobs] = attrs.field(init=False, factory=list)
+    logprobs: list[TokenLogprobs | None] = attrs.field(init=False, factory=list)
     blocks: list[int] = attrs.field(init=False, factory=list)
 
     @property
@@ -150,6 +153,11 @@ class Request:
             samples=end == len(ids),
             sampling=self.sampling,
             output_index=len(self.output),
+            prompt_ids=self.prompt,
+            output_ids=self.output,
+            scores_prompt=(
+                self.sampling.prompt_logprobs is not None and self.computed < len(self.prompt) - 1
+            ),
         )
 
 
@@ -170,11 +178,15 @@ def drive(runner, requests, *, num_blocks, seed=0):
         ]
         dice.shuffle(active)
         chunks = [request.next_chunk(row, free) for row, request in active]
-        tokens = iter(runner.run(StepPlan(chunks=tuple(chunks))))
-        for (_, request), chunk in zip(active, chunks, strict=True):
+        result = runner.run(StepPlan(chunks=tuple(chunks)))
+        samples = iter(result.samples)
+        for i, ((_, request), chunk) in enumerate(zip(active, chunks, strict=True)):
             request.computed += len(chunk.token_ids)
+            request.prompt_logprobs += result.prompt_logprobs.get(i, ())
             if chunk.samples:
-                request.output.append(next(tokens))
-        assert next(tokens, None) is None
+                sample = next(samples)
+                request.output.append(sample.token_id)
+                request.logprobs.append(sample.logprobs)
+        assert next(samples, None) is None
         step += 1
     return [request.output for request in requests]

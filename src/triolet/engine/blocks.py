@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 class BlockPool:
     """Hands out blocks ``0 .. total_blocks - 1`` of ``block_size`` token positions each.
 
-    A block has one owner at a time. Both operations do all or nothing.
+    A block has one owner when it is handed out, and one more each time it is shared; it is free
+    again when the last one gives it back. Who shares a block reads it: writing is for sole owners.
+    All operations do all or nothing.
 
     Raises:
         ConfigError: The pool has no block, or its blocks no position.
@@ -26,8 +28,8 @@ class BlockPool:
     block_size: int
     # A stack: the block freed last is the likeliest to be still in the processor's cache.
     _free: list[int] = attrs.field(init=False, repr=False)
-    # One flag per block. A set would cost a hash per block and step.
-    _held: bytearray = attrs.field(init=False, repr=False)
+    # One count of owners per block. A dict would cost a hash per block and step.
+    _owners: list[int] = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         if self.total_blocks < 1 or self.block_size < 1:
@@ -36,7 +38,7 @@ class BlockPool:
                 "nothing; both numbers must be at least 1."
             )
         self._free = list(range(self.total_blocks - 1, -1, -1))
-        self._held = bytearray(self.total_blocks)
+        self._owners = [0] * self.total_blocks
 
     @property
     def free_blocks(self) -> int:
@@ -45,16 +47,16 @@ class BlockPool:
 
     @property
     def used_blocks(self) -> int:
-        """Blocks with an owner."""
+        """Blocks with an owner; a shared one counts once."""
         return self.total_blocks - len(self._free)
 
     def blocks_for(self, tokens: int) -> int:
         """How many blocks that many tokens take."""
         return -(-tokens // self.block_size)
 
-    def held(self, block: int) -> bool:
-        """Whether the block has an owner."""
-        return bool(self._held[block])
+    def owners(self, block: int) -> int:
+        """How many owners the block has."""
+        return self._owners[block]
 
     def allocate(self, count: int) -> list[int] | None:
         """Take ``count`` blocks, or none at all and return ``None`` where there are too few."""
@@ -64,22 +66,31 @@ class BlockPool:
             return None
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
-            self._held[block] = 1
+            self._owners[block] = 1
         return blocks
 
+    def share(self, blocks: Collection[int]) -> None:
+        """Give each of these blocks one more owner.
+
+        Raises:
+            EngineError: A block is not of this pool, is free or is named twice. Nothing was
+                shared then.
+        """
+        self._expect_owned(blocks, "shared while they were free")
+        for block in blocks:
+            self._owners[block] += 1
+
     def free(self, blocks: Collection[int]) -> None:
-        """Give blocks back.
+        """Give blocks back, for one owner of each.
 
         Raises:
             EngineError: A block is not of this pool, is free already or is named twice.
                 Nothing was freed then.
         """
-        unknown = [b for b in blocks if not 0 <= b < self.total_blocks or not self._held[b]]
-        if unknown or len(set(blocks)) != len(blocks):
-            raise EngineError(f"KV blocks were freed twice or were never allocated: {blocks}.")
+        self._expect_owned(blocks, "freed twice")
         for block in blocks:
-            self._held[block] = 0
-        self._free.extend(blocks)
+            self._owners[block] -= 1
+        self._free.extend(block for block in blocks if not self._owners[block])
 
     def check(self) -> None:
         """Compare the two books the pool keeps.
@@ -89,6 +100,11 @@ class BlockPool:
         """
         free = set(self._free)
         if len(free) != len(self._free) or any(
-            (block in free) == self.held(block) for block in range(self.total_blocks)
+            (block in free) == (owners > 0) for block, owners in enumerate(self._owners)
         ):
-            raise EngineError("The KV pool's free list and its flags disagree.")
+            raise EngineError("The KV pool's free list and its counts of owners disagree.")
+
+    def _expect_owned(self, blocks: Collection[int], fault: str) -> None:
+        unknown = [b for b in blocks if not 0 <= b < self.total_blocks or not self._owners[b]]
+        if unknown or len(set(blocks)) != len(blocks):
+            raise EngineError(f"KV blocks were {fault} or were never allocated: {blocks}.")

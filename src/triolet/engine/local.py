@@ -12,6 +12,7 @@ from triolet.engine.architecture import check_architecture
 from triolet.engine.blocks import BlockPool
 from triolet.engine.kv import bytes_per_block
 from triolet.engine.linear import pack_linear_layers
+from triolet.engine.logprobs import DEFAULT_MAX_LOGPROBS
 from triolet.engine.loop import Engine
 from triolet.engine.runner import build_runner
 from triolet.engine.scheduler import Scheduler
@@ -38,6 +39,8 @@ class EngineOptions:
     block_size: int
     #: ``None`` sizes it by free memory.
     kv_cache_bytes: int | None
+    #: Most likely ids reported per token at most.
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
 
 
 @attrs.frozen(eq=False)
@@ -81,6 +84,8 @@ def load_engine(
         num_blocks=num_blocks,
         block_size=options.block_size,
         max_num_seqs=options.max_num_seqs,
+        eos_token_ids=weights.eos_token_ids,
+        max_logprobs=options.max_logprobs,
     )
     scheduler = Scheduler(
         BlockPool(total_blocks=num_blocks, block_size=options.block_size),

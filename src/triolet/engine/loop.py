@@ -12,7 +12,7 @@ and nothing else: they end as failures, the runner rebuilds its KV, every other 
 had KV is computed again, and the engine lives on. Where that does not help, it raises
 :class:`~triolet.errors.EngineError`, and the thread is meant to die of it.
 
-A sampled id outside the vocabulary is the failure of its own request alone.
+A sampled id outside the vocabulary is the failure of its own request alone, all choices of it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from typing import TYPE_CHECKING, Protocol
 import attrs
 
 from triolet.core import RequestFailure, RequestId, StepResult
+from triolet.engine.plan import NOTHING_LEFT
 from triolet.engine.scheduler import Scheduler
 from triolet.errors import ClientError, EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from triolet.core import EngineRequest, EngineStatistics
-    from triolet.engine.plan import StepPlan
+    from triolet.engine.plan import StepPlan, StepSamples
 
 logger = logging.getLogger(__name__)
 
@@ -43,16 +42,22 @@ MAX_CONSECUTIVE_FAILURES = 5
 _STEP_FAILURE = (
     "The model failed while it computed this request. Try again, and report it if it happens again."
 )
+_NOTHING_LEFT_FAILURE = (
+    "What this request allows and forbids leaves no token to choose: check allowed_token_ids, "
+    "bad_words, logit_bias and min_tokens."
+)
 _ID_FAILURE = "The model produced a token outside its vocabulary; this request cannot go on."
 
 
 class Runner(Protocol):
     """Runs the model. Owns the KV tensors, the attention and the sampler."""
 
-    def run(self, plan: StepPlan) -> Sequence[int]:
+    def run(self, plan: StepPlan) -> StepSamples:
         """Compute all chunks of a step.
 
-        Returns one sampled id per chunk with ``samples``, in the order of the chunks.
+        Returns one sample per chunk with ``samples``, in the order of the chunks, with
+        log-probabilities where ``chunk.sampling.logprobs`` asks for them; and for each chunk with
+        ``scores_prompt``, by its index in the plan, as many entries as ``chunk.scores`` says.
         """
 
     def reset(self) -> None:
@@ -125,14 +130,14 @@ class Engine:
         sampled_ns = started_ns
         if plan is not None:
             first_scheduled = plan.first_scheduled
-            sampled = self._run(plan)
+            result = self._run(plan)
             sampled_ns = self._clock()
-            if sampled is None:
+            if result is None:
                 failures += self._recover(plan)
             else:
                 self._failed_in_a_row = 0
-                failures += self._drop_impossible(plan, sampled)
-                outputs = self._scheduler.apply(plan, sampled)
+                failures += self._drop_impossible(plan, result)
+                outputs = self._scheduler.apply(plan, result)
         self._step += 1
         return StepResult(
             step=self._step,
@@ -143,15 +148,15 @@ class Engine:
             sampled_ns=sampled_ns,
         )
 
-    def _run(self, plan: StepPlan) -> Sequence[int] | None:
-        """The sampled ids, or ``None`` where the step failed."""
+    def _run(self, plan: StepPlan) -> StepSamples | None:
+        """What came of the step, or ``None`` where it failed."""
         try:
-            sampled = self._runner.run(plan)
-            _expect_count(plan, sampled)
+            result = self._runner.run(plan)
+            _expect_all(plan, result)
         except Exception:
             logger.exception("Step failed with %d sequences in it", len(plan.chunks))
             return None
-        return sampled
+        return result
 
     def _recover(self, plan: StepPlan) -> list[RequestFailure]:
         dropped = self._scheduler.fail(plan)
@@ -166,23 +171,41 @@ class Engine:
             raise EngineError("The KV pool could not be rebuilt after a failed step.") from error
         return [RequestFailure(request_id, _STEP_FAILURE) for request_id in dropped]
 
-    def _drop_impossible(self, plan: StepPlan, sampled: Sequence[int]) -> list[RequestFailure]:
-        """Abort whoever sampled an impossible id, so that apply() drops token and sequence."""
-        failures = []
+    def _drop_impossible(self, plan: StepPlan, result: StepSamples) -> list[RequestFailure]:
+        """Abort whoever sampled an impossible id, so that apply() drops token and request."""
+        failed: dict[RequestId, RequestFailure] = {}
         sampling = [chunk for chunk in plan.chunks if chunk.samples]
-        for chunk, token in zip(sampling, sampled, strict=True):
+        for chunk, sample in zip(sampling, result.samples, strict=True):
+            token, request_id = sample.token_id, chunk.request_id
             if token >= 0 and (self._vocab_size is None or token < self._vocab_size):
                 continue
+            if token == NOTHING_LEFT:
+                failed.setdefault(request_id, RequestFailure(request_id, _NOTHING_LEFT_FAILURE))
+                self._scheduler.abort(request_id)
+                continue
             logger.error(
-                "Request %s sampled id %d, outside the vocabulary", chunk.request_id, token
+                "Request %s sampled id %d, outside the vocabulary, for choice %d",
+                request_id,
+                token,
+                chunk.choice,
             )
-            if self._scheduler.abort(chunk.request_id):
-                failures.append(RequestFailure(chunk.request_id, _ID_FAILURE))
-        return failures
+            if request_id not in failed:
+                self._scheduler.abort(request_id)
+                failed[request_id] = RequestFailure(request_id, _ID_FAILURE)
+        return list(failed.values())
 
 
-def _expect_count(plan: StepPlan, sampled: Sequence[int]) -> None:
-    if len(sampled) != plan.samples:
+def _expect_all(plan: StepPlan, result: StepSamples) -> None:
+    """Count what a runner gave: apply() relies on it."""
+    if len(result.samples) != plan.samples:
         raise EngineError(
-            f"The runner gave {len(sampled)} ids for a step that samples {plan.samples}."
+            f"The runner gave {len(result.samples)} ids for a step that samples {plan.samples}."
         )
+    sampling = [chunk for chunk in plan.chunks if chunk.samples]
+    for chunk, sample in zip(sampling, result.samples, strict=True):
+        if chunk.sampling.logprobs is not None and sample.logprobs is None:
+            raise EngineError("The runner left out log-probabilities that a request asked for.")
+    given = {index: len(entries) for index, entries in result.prompt_logprobs.items()}
+    due = {index: chunk.scores for index, chunk in enumerate(plan.chunks) if chunk.scores_prompt}
+    if given != due:
+        raise EngineError(f"The runner scored prompt tokens {given} by chunk, not {due}.")

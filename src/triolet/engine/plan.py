@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Final
+
 import attrs
 
-from triolet.core import RequestId, SamplingParams
+from triolet.core import RequestId, SamplingParams, TokenLogprobs
 
 
 @attrs.frozen
@@ -26,6 +29,47 @@ class Chunk:
     sampling: SamplingParams
     #: Index from 0 that the sampled token has, or will have, among the output tokens.
     output_index: int
+    #: Which of the request's choices the sequence is.
+    choice: int = 0
+    #: All ids of the prompt and all output ids so far. The second is the sequence's own list,
+    #: lent for the length of the step: whoever wants it longer copies it.
+    prompt_ids: tuple[int, ...] = ()
+    output_ids: Sequence[int] = ()
+    #: Whether the runner reports log-probabilities of the prompt tokens that follow the ids of
+    #: this chunk (those at positions ``start + 1`` to ``start + len(token_ids)``, as far as
+    #: they belong to the prompt).
+    scores_prompt: bool = False
+
+    @property
+    def scores(self) -> int:
+        """How many prompt tokens the runner reports log-probabilities of."""
+        if not self.scores_prompt:
+            return 0
+        return max(0, min(len(self.token_ids), len(self.prompt_ids) - 1 - self.start))
+
+
+#: The id of a sample that could not be: the request's own masks leave it no id to choose.
+NOTHING_LEFT: Final = -1
+
+
+@attrs.frozen
+class Sample:
+    """What the runner sampled for one chunk with ``samples``."""
+
+    #: Below the size of the vocabulary, or :data:`NOTHING_LEFT`: the request cannot go on.
+    token_id: int
+    #: Where the request asked for them.
+    logprobs: TokenLogprobs | None = None
+
+
+@attrs.frozen
+class StepSamples:
+    """What came of a step."""
+
+    #: One per chunk with ``samples``, in the order of the chunks.
+    samples: tuple[Sample, ...]
+    #: Per index of a chunk with ``scores_prompt``: one entry per prompt token it predicts.
+    prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = attrs.field(factory=dict)
 
 
 @attrs.frozen

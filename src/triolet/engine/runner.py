@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,9 +10,15 @@ import torch
 from triolet.engine.architecture import check_architecture, check_logits
 from triolet.engine.attention import Step, compute_logits
 from triolet.engine.kv import KvPool, KvShape
-from triolet.engine.sampler import Sampler
+from triolet.engine.logprobs import DEFAULT_MAX_LOGPROBS
+from triolet.engine.plan import StepSamples
+from triolet.engine.prompt_scores import PromptScores
+from triolet.engine.sampler import NonFiniteLogitsError, Sampler
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
     from transformers import PreTrainedModel
 
     from triolet.engine.plan import StepPlan
@@ -27,25 +34,39 @@ class TorchRunner:
         num_blocks: Blocks of the KV pool, numbered from 0.
         block_size: Tokens per block.
         max_num_seqs: Rows of the batch.
+        eos_token_ids: The model's end-of-sequence ids, for ``min_tokens``.
+        max_logprobs: Most likely ids reported per token at most.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, num_blocks: int, block_size: int, max_num_seqs: int
+        self,
+        model: PreTrainedModel,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        max_logprobs: int = DEFAULT_MAX_LOGPROBS,
     ) -> None:
         self._model = model
         self._num_blocks = num_blocks
         self._block_size = block_size
-        self._sampler = Sampler(max_rows=max_num_seqs, device=model.device)
+        self._vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
+        self._max_logprobs = max_logprobs
+        self._sampler = Sampler(
+            max_rows=max_num_seqs,
+            device=model.device,
+            eos_token_ids=eos_token_ids,
+            max_logprobs=max_logprobs,
+        )
         self._pool = self._new_pool()
 
-    def run(self, plan: StepPlan) -> list[int]:
-        """Compute all chunks of a step and sample.
+    def run(self, plan: StepPlan) -> StepSamples:
+        """Compute all chunks of a step, sample, and score prompts.
 
         Keys and values of every chunk are in the pool afterwards. There is one synchronisation
-        with the device, at the end; a second one only where a row's nucleus needs a sort.
-
-        Returns:
-            One id per chunk that samples, in the order of the chunks.
+        with the device, at the end; more only where a row's nucleus needs a sort, and for
+        prompts that are scored.
 
         Raises:
             NonFiniteLogitsError: A row's logits are not finite. As after any other exception, the
@@ -53,16 +74,41 @@ class TorchRunner:
             EngineError: A block table does not cover its chunk.
         """
         if not plan.chunks:
-            return []
+            return StepSamples(samples=())
         with torch.inference_mode():
             step = Step(plan.chunks, self._pool)
             last = step.last_tokens
-            rows = [i for i, chunk in enumerate(plan.chunks) if chunk.samples]
-            keep = torch.tensor(
-                [last[i] for i in rows], dtype=torch.int64, device=self._model.device
+            rows = [last[i] for i, chunk in enumerate(plan.chunks) if chunk.samples]
+            if any(chunk.scores_prompt for chunk in plan.chunks):
+                prompts = PromptScores(
+                    plan.chunks, last, vocabulary=self._vocabulary, max_top=self._max_logprobs
+                )
+                logits = self._score_prompts(step, rows, prompts)
+                prompt_logprobs = prompts.result()
+            else:
+                logits = self._logits(step, rows)
+                prompt_logprobs = {}
+            samples = self._sampler.sample(
+                logits, [chunk for chunk in plan.chunks if chunk.samples]
             )
-            logits = compute_logits(self._model, step, keep)
-            return self._sampler.sample(logits, [plan.chunks[i] for i in rows])
+        return StepSamples(tuple(samples), prompt_logprobs)
+
+    def _logits(self, step: Step, positions: list[int]) -> Tensor:
+        keep = torch.tensor(positions, dtype=torch.int64, device=self._model.device)
+        return compute_logits(self._model, step, keep)
+
+    def _score_prompts(self, step: Step, rows: list[int], prompts: PromptScores) -> Tensor:
+        """Compute a step that scores prompts: return the logits of ``rows``, score the others."""
+        first, *others = prompts.pieces or ([],)
+        with _decoding_once(self._model) if others else contextlib.nullcontext():
+            logits = self._logits(step, rows + first)
+            if first:
+                prompts.score(logits[len(rows) :])
+            for piece in others:
+                prompts.score(self._logits(step, piece))
+        if prompts.unsound:
+            raise NonFiniteLogitsError(tuple(sorted(prompts.unsound)))
+        return logits[: len(rows)]
 
     def reset(self) -> None:
         """Drop the KV pool and build a new one. Nothing computed before may be referred to."""
@@ -81,8 +127,46 @@ class TorchRunner:
         )
 
 
+@contextlib.contextmanager
+def _decoding_once(model: PreTrainedModel) -> Iterator[None]:
+    """Let the layers below the model's head compute on the first forward alone.
+
+    The following ones get the same hidden states again, so that each costs the head and what the
+    model does to its logits. A model without such a part computes the step again, which writes
+    the same keys and values in the same places: right too, only slower.
+    """
+    untyped: Any = model
+    decoder = untyped.get_decoder()
+    if decoder is model:
+        yield
+        return
+    compute = decoder.forward
+    instance = vars(decoder)
+    own = instance.get("forward")
+    outputs: list[Any] = []
+
+    def once(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - untyped models
+        if not outputs:
+            outputs.append(compute(*args, **kwargs))
+        return outputs[0]
+
+    decoder.forward = once
+    try:
+        yield
+    finally:
+        del decoder.forward
+        if own is not None:
+            decoder.forward = own
+
+
 def build_runner(
-    model: PreTrainedModel, *, num_blocks: int, block_size: int, max_num_seqs: int
+    model: PreTrainedModel,
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_num_seqs: int,
+    eos_token_ids: frozenset[int] = frozenset(),
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS,
 ) -> TorchRunner:
     """Check a loaded model, warm it up and make its runner. The model is the runner's from now on.
 
@@ -92,6 +176,8 @@ def build_runner(
             what a block costs.
         block_size: 16 to 32 on the CPU.
         max_num_seqs: Rows of the batch.
+        eos_token_ids: The model's end-of-sequence ids, for ``min_tokens``.
+        max_logprobs: Most likely ids reported per token at most.
 
     Raises:
         UnsupportedModelError: The engine would not compute this model as transformers does.
@@ -101,5 +187,10 @@ def build_runner(
     untyped.eval()
     check_logits(model)
     return TorchRunner(
-        model, num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs
+        model,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        eos_token_ids=eos_token_ids,
+        max_logprobs=max_logprobs,
     )

@@ -5,36 +5,47 @@ Rules
 
 1.  ``plan()`` gives a step, ``apply()`` or ``fail()`` takes its result; one step at a time.
     Everything else may be called at any moment, between the two as well.
-2.  Age is the order of ``add()`` and never changes. Older goes first wherever it matters.
+2.  A request of n choices is n sequences, added, paused, resumed and aborted as one. Age is the
+    order in which they were added, by choice within a request, and never changes. Older goes
+    first wherever it matters.
 3.  A running sequence holds one row, and the blocks of its known tokens. Both are counted:
-    no row, no block, no run.
+    no row, no block, no run. Choices share the blocks that their prompt fills (see
+    :mod:`~triolet.engine.roster`); a shared block is one block.
 4.  One token budget per step. Decodes (one token left to compute) come first, then prefills
     under way, then admissions. A prefill that does not fit is cut and goes on in the next
     step; only its last chunk samples.
 5.  Admission is first in, first out: nobody overtakes a head that does not fit. It takes the
     blocks of all tokens known so far, and leaves one free for each sequence that runs, so
-    that the next decode does not throw out who just came in.
+    that the next decode does not throw out who just came in. One prefill serves all choices: a
+    choice whose leader still computes their prompt is passed over. It keeps its place in the
+    queue, and a row and blocks are kept free for it, so whoever comes in from behind takes
+    nothing from it but what is left of one step's budget.
 6.  A decode that needs a block takes a free one, else preempts a paused sequence (the
     youngest first), else the youngest that is younger than itself, else it waits, keeping what
     it has. An admission takes free or paused ones only. So whoever is the oldest can take
     from everyone, and is in every plan until it ends.
-7.  A preempted sequence gives up its row, its blocks and its computed KV, keeps its output,
-    and goes to the front of the queue, or is parked if it is paused. Later it computes prompt
-    and output again.
+7.  A preempted sequence gives up its row, its blocks (or its share in them) and its computed
+    KV, keeps its output, and goes to the front of the queue, or is parked if it is paused. Later
+    it computes prompt and output again, less what it can share by then.
 8.  A paused sequence is never planned. It keeps its row and blocks until someone needs them.
     Resumed without them, it goes to the front of the queue.
 9.  An abort frees at once, unless the step under way computes that sequence: then in
     ``apply()``, since the step still writes to those blocks. Its sampled token is dropped.
 10. A sequence ends in ``apply()``: end-of-sequence token (unless ``ignore_eos``), stop id,
-    ``max_tokens`` or ``max_model_len``, in this order.
+    ``max_tokens`` or ``max_model_len``, in this order; the first two not before ``min_tokens``.
+11. Choice 0 reports the prompt's log-probabilities, with its first output. It is the oldest of
+    its request, so until then it shares nobody's blocks and computes the whole prompt itself.
 
-Rule 6 cannot deadlock, as the pool holds one sequence of ``max_model_len`` and the budget one
-token per row; both are checked at construction.
+Nobody waits for ever. The pool holds one sequence of ``max_model_len`` and the budget one token
+per row (both are checked at construction), and each preemption gives at least one block, as
+nobody's last block is shared: so by rule 6 the oldest that runs always goes on to its end.
+With nobody running, the head of the queue has no leader to wait for and always fits. A choice
+passed over waits for a leader that runs and is not paused; that one becomes the oldest in time,
+or is preempted, and then stands in the queue before those who wait for it and leads again.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -43,13 +54,13 @@ import attrs
 from triolet.core import EngineStatistics, RequestId, TokenOutput
 from triolet.engine.blocks import BlockPool
 from triolet.engine.plan import Chunk, StepPlan
+from triolet.engine.roster import Roster
 from triolet.engine.sequence import Sequence, SequenceStatus
 from triolet.errors import ConfigError, ContextLengthError, EngineError, InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections import abc
-
     from triolet.core import EngineRequest
+    from triolet.engine.plan import StepSamples
 
 _arrival = attrgetter("arrival")
 
@@ -71,19 +82,10 @@ class Scheduler:
     max_model_len: int
     eos_token_ids: frozenset[int]
 
-    # Every sequence held, and which of three places it stands in.
-    _sequences: dict[RequestId, Sequence] = attrs.field(factory=dict, init=False, repr=False)
-    # Ordered dicts: both ends and any middle are O(1), so mass aborts cost no scan.
-    _waiting: OrderedDict[RequestId, Sequence] = attrs.field(
-        factory=OrderedDict, init=False, repr=False
-    )
-    _parked: dict[RequestId, Sequence] = attrs.field(factory=dict, init=False, repr=False)
-    _running: dict[RequestId, Sequence] = attrs.field(factory=dict, init=False, repr=False)
-
-    _free_rows: list[int] = attrs.field(init=False, repr=False)
+    _roster: Roster = attrs.field(init=False, repr=False)
     _plan: StepPlan | None = attrs.field(default=None, init=False, repr=False)
-    # Ids of the step under way.
-    _in_flight: frozenset[RequestId] = attrs.field(default=frozenset(), init=False, repr=False)
+    # The step under way: who computes which chunk, in the order of the plan.
+    _in_flight: dict[Sequence, Chunk] = attrs.field(factory=dict, init=False, repr=False)
     _arrivals: int = attrs.field(default=0, init=False)
     _steps: int = attrs.field(default=0, init=False)
     _preemptions: int = attrs.field(default=0, init=False)
@@ -106,7 +108,7 @@ class Scheduler:
                 f"tokens, but one request of max_model_len ({self.max_model_len}) needs {needed}. "
                 "Give the pool more memory or lower max_model_len."
             )
-        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
+        self._roster = Roster(self.pool, self.max_num_seqs)
 
     # What comes in
 
@@ -125,50 +127,53 @@ class Scheduler:
                 f"The prompt has {len(request.prompt_ids)} tokens; the model takes "
                 f"{self.max_model_len} tokens, prompt and output together."
             )
-        if request.id in self._sequences:
+        if request.id in self._roster.requests:
             raise EngineError(f"Request id {request.id!r} was added twice.")
-        sequence = Sequence(request, self._arrivals)
-        self._arrivals += 1
-        self._sequences[request.id] = self._waiting[request.id] = sequence
+        age = self._arrivals
+        self._arrivals += request.n
+        self._roster.enter([Sequence(request, age + i, choice=i) for i in range(request.n)])
 
     def abort(self, request_id: RequestId) -> bool:
         """Drop a request; ``False``, and counted, where there is nothing to drop any more."""
-        sequence = self._sequences.get(request_id)
-        if sequence is None or sequence.status is SequenceStatus.DOOMED:
+        sequences = self._living(request_id)
+        if not sequences:
             self._late_aborts += 1
             return False
-        if request_id in self._in_flight:
-            sequence.status = SequenceStatus.DOOMED
-        else:
-            self._end(sequence)
+        for sequence in sequences:
+            if sequence in self._in_flight:
+                sequence.status = SequenceStatus.DOOMED
+            else:
+                self._roster.remove(sequence)
         return True
 
     def pause(self, request_id: RequestId) -> bool:
         """Plan no token of this request until resumed; ``False`` where that changes nothing."""
-        sequence = self._sequences.get(request_id)
-        if sequence is None or sequence.paused or sequence.status is SequenceStatus.DOOMED:
+        sequences = self._living(request_id)
+        if not sequences or sequences[0].paused:
             return False
-        sequence.paused = True
-        if self._waiting.pop(request_id, None) is not None:
-            self._parked[request_id] = sequence
+        self._roster.pause(request_id)
         return True
 
     def resume(self, request_id: RequestId) -> bool:
         """Undo :meth:`pause`; ``False`` where that changes nothing."""
-        sequence = self._sequences.get(request_id)
-        if sequence is None or not sequence.paused or sequence.status is SequenceStatus.DOOMED:
+        sequences = self._living(request_id)
+        if not sequences or not sequences[0].paused:
             return False
-        sequence.paused = False
-        if self._parked.pop(request_id, None) is not None:
-            self._to_front(sequence)
+        self._roster.resume(request_id)
         return True
+
+    def _living(self, request_id: RequestId) -> tuple[Sequence, ...]:
+        """The choices of a request. An abort leaves none but doomed ones behind."""
+        sequences = tuple(self._roster.requests.get(request_id, ()))
+        doomed = bool(sequences) and sequences[0].status is SequenceStatus.DOOMED
+        return () if doomed else sequences
 
     # The step
 
     @property
     def has_work(self) -> bool:
         """Whether :meth:`plan` would give a step."""
-        return bool(self._waiting) or any(not s.paused for s in self._running.values())
+        return bool(self._roster.waiting) or any(not s.paused for s in self._roster.running)
 
     def plan(self) -> StepPlan | None:
         """The next step, or ``None`` where nothing can be computed.
@@ -178,97 +183,104 @@ class Scheduler:
         """
         if self._plan is not None:
             raise EngineError("A step was planned while another was under way.")
-        by_age = sorted(self._running.values(), key=_arrival)
+        by_age = sorted(self._roster.running, key=_arrival)
         active = [s for s in by_age if not s.paused]
         paused = [s for s in by_age if s.paused]
         # Growing shortens both lists by whom it preempts, so it comes before the prefills.
         turn = self._grow_decodes(active, paused)
         turn += [s for s in active if s.remaining > 1]
-
         budget = self.max_num_batched_tokens
-        chunks: list[Chunk] = []
-        first_scheduled: list[RequestId] = []
+        turn += self._admit(budget - sum(s.remaining for s in turn), len(active), paused)
+
+        planned: dict[Sequence, Chunk] = {}
         for sequence in turn:
             if budget == 0:
                 break
-            chunks.append(sequence.chunk(budget, self.pool.block_size))
-            budget -= len(chunks[-1].token_ids)
-        active_count = len(active)
-        while budget > 0 and (admitted := self._admit(active_count, paused)) is not None:
-            active_count += 1
-            if not admitted.scheduled:
-                admitted.scheduled = True
-                self._prompt_tokens += len(admitted.request.prompt_ids)
-                first_scheduled.append(admitted.id)
-            chunks.append(admitted.chunk(budget, self.pool.block_size))
-            budget -= len(chunks[-1].token_ids)
-        if not chunks:
+            planned[sequence] = sequence.chunk(budget, self.pool.block_size)
+            budget -= len(planned[sequence].token_ids)
+        if not planned:
             return None
-        self._plan = StepPlan(tuple(chunks), tuple(first_scheduled))
-        self._in_flight = frozenset(chunk.request_id for chunk in chunks)
+        self._in_flight = planned
+        self._plan = StepPlan(tuple(planned.values()), self._first_scheduled())
         return self._plan
 
-    def apply(self, plan: StepPlan, sampled: abc.Sequence[int]) -> list[TokenOutput]:
-        """Take the result of a step: one id per chunk that samples, in the order of the chunks.
+    def apply(self, plan: StepPlan, result: StepSamples) -> list[TokenOutput]:
+        """Take the result of a step.
 
         Raises:
-            EngineError: Not the step under way, or not that many ids; nothing has changed then.
+            EngineError: Not the step under way, or not one sample for each chunk that samples;
+                nothing has changed then.
         """
         self._expect(plan)
-        if len(sampled) != plan.samples:
-            raise EngineError(f"A step that samples {plan.samples} ids gave {len(sampled)}.")
-        self._step_over()
-        ids = iter(sampled)
+        if len(result.samples) != plan.samples:
+            raise EngineError(f"A step that samples {plan.samples} ids gave {len(result.samples)}.")
+        samples = iter(result.samples)
         outputs: list[TokenOutput] = []
-        for chunk in plan.chunks:
-            token = next(ids) if chunk.samples else None
-            sequence = self._sequences[chunk.request_id]
+        for index, (sequence, chunk) in enumerate(self._step_over().items()):
+            sample = next(samples) if chunk.samples else None
             if sequence.status is SequenceStatus.DOOMED:
-                self._end(sequence)
+                self._roster.remove(sequence)
                 continue
             sequence.computed += len(chunk.token_ids)
-            if token is not None:
-                outputs.append(sequence.accept(token, self.eos_token_ids, self.max_model_len))
+            if chunk.scores_prompt:
+                sequence.prompt_logprobs += result.prompt_logprobs[index]
+            if sample is not None:
+                outputs.append(sequence.accept(sample, self.eos_token_ids, self.max_model_len))
                 self._output_tokens += 1
                 if outputs[-1].finish is not None:
-                    self._end(sequence)
+                    self._roster.retire(sequence)
         return outputs
 
     def fail(self, plan: StepPlan) -> list[RequestId]:
         """Take it that a step failed and all KV is lost.
 
-        Drops its requests, returns their ids less those aborted meanwhile, preempts all others.
+        Drops its requests with all their choices, returns their ids less those aborted meanwhile,
+        preempts all others.
 
         Raises:
             EngineError: Not the step under way.
         """
         self._expect(plan)
-        self._step_over()
-        planned = [self._sequences[chunk.request_id] for chunk in plan.chunks]
-        dropped = [s.id for s in planned if s.status is not SequenceStatus.DOOMED]
-        for sequence in planned:
-            self._end(sequence)
-        for sequence in sorted(self._running.values(), key=_arrival, reverse=True):
+        planned = self._step_over()
+        dropped = dict.fromkeys(s.id for s in planned if s.status is not SequenceStatus.DOOMED)
+        for request_id in dict.fromkeys(s.id for s in planned):
+            for sequence in tuple(self._roster.requests[request_id]):
+                self._roster.remove(sequence)
+        for sequence in sorted(self._roster.running, key=_arrival, reverse=True):
             self._preempt(sequence)
-        return dropped
+        return list(dropped)
 
     def statistics(self) -> EngineStatistics:
-        """Counts as of now. Each request held is in one of waiting, running and paused."""
-        paused = sum(s.paused for s in self._running.values())
+        """Counts as of now.
+
+        ``waiting``, ``running``, ``paused``, rows and preemptions count sequences, one for each
+        choice; each one held is in one of the first three. A shared block counts once, and so do a
+        request's ``prompt_tokens``, whatever its n.
+        """
+        roster = self._roster
+        paused = sum(s.paused for s in roster.running)
         return EngineStatistics(
             steps=self._steps,
-            waiting=len(self._waiting),
-            running=len(self._running) - paused,
-            paused=len(self._parked) + paused,
+            waiting=len(roster.waiting),
+            running=len(roster.running) - paused,
+            paused=len(roster.parked) + paused,
             used_blocks=self.pool.used_blocks,
             total_blocks=self.pool.total_blocks,
-            used_rows=self.max_num_seqs - len(self._free_rows),
+            used_rows=self.max_num_seqs - len(roster.free_rows),
             total_rows=self.max_num_seqs,
             preemptions=self._preemptions,
             late_aborts=self._late_aborts,
             prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
         )
+
+    def check(self) -> None:
+        """Hold the state against the rules. O(everything held): for tests and diagnosis.
+
+        Raises:
+            EngineError: A rule is broken; the message says which.
+        """
+        self._roster.check(self._in_flight, self.max_model_len)
 
     # Planning
 
@@ -294,28 +306,49 @@ class Scheduler:
         sequence.blocks += tuple(blocks)
         return True
 
-    def _admit(self, active_count: int, paused: list[Sequence]) -> Sequence | None:
-        """Give the head of the queue its row and blocks, if they are to be had."""
-        if not self._waiting:
-            return None
-        sequence = next(iter(self._waiting.values()))
-        needed = self.pool.blocks_for(sequence.length)
-        wanted = needed + active_count
-        within_reach = self.pool.free_blocks + sum(len(s.blocks) for s in paused)
-        if wanted > within_reach or not (self._free_rows or paused):
-            return None
-        # Preempted here, they are parked: the head of the queue stays who it is.
-        while wanted > self.pool.free_blocks or not self._free_rows:
-            self._preempt(paused.pop())
-        blocks = self.pool.allocate(needed)
-        if blocks is None:
-            raise EngineError("The KV pool has fewer free blocks than it counted.")
-        del self._waiting[sequence.id]
-        sequence.blocks = tuple(blocks)
-        sequence.row = self._free_rows.pop()
-        sequence.status = SequenceStatus.RUNNING
-        self._running[sequence.id] = sequence
-        return sequence
+    def _admit(self, budget: int, active: int, paused: list[Sequence]) -> list[Sequence]:
+        """Seat whoever comes next in the queue until budget, rows or blocks are spent."""
+        roster = self._roster
+        admitted: list[Sequence] = []
+        passed: list[Sequence] = []
+        # Blocks to leave alone: one for each that runs, and what those passed over will take.
+        claimed = active
+        while budget > 0 and roster.waiting:
+            sequence = next(iter(roster.waiting))
+            wanted = claimed + roster.missing(sequence)
+            if not self._within_reach(wanted, len(passed) + 1, paused):
+                break
+            if not roster.ready(sequence):
+                del roster.waiting[sequence]
+                passed.append(sequence)
+                claimed = wanted + 1
+                continue
+            # Preempted here, they are parked: the order of the queue stays what it is.
+            while wanted > self.pool.free_blocks or not roster.free_rows:
+                self._preempt(paused.pop())
+            roster.seat(sequence)
+            admitted.append(sequence)
+            budget -= sequence.remaining
+            claimed += 1
+        for sequence in reversed(passed):
+            roster.to_front(sequence)
+        return admitted
+
+    def _within_reach(self, blocks: int, rows: int, paused: list[Sequence]) -> bool:
+        """Whether so much is free, or would be without those paused."""
+        if rows > len(self._roster.free_rows) + len(paused):
+            return False
+        free = self.pool.free_blocks
+        return blocks <= free or blocks <= free + self._roster.reclaimable(paused)
+
+    def _first_scheduled(self) -> tuple[RequestId, ...]:
+        """The requests that the step under way is the first one for."""
+        first = {s.id: s.prompt_length for s in self._in_flight if not s.scheduled}
+        self._prompt_tokens += sum(first.values())
+        for request_id in first:
+            for sequence in self._roster.requests[request_id]:
+                sequence.scheduled = True
+        return tuple(first)
 
     # Consequences
 
@@ -323,77 +356,12 @@ class Scheduler:
         if self._plan is not plan:
             raise EngineError("The result of a step that is not under way was handed in.")
 
-    def _step_over(self) -> None:
+    def _step_over(self) -> dict[Sequence, Chunk]:
+        planned, self._in_flight = self._in_flight, {}
         self._plan = None
-        self._in_flight = frozenset()
         self._steps += 1
+        return planned
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._release(sequence)
-        del self._running[sequence.id]
-        sequence.status = SequenceStatus.WAITING
+        self._roster.unseat(sequence)
         self._preemptions += 1
-        if sequence.paused:
-            self._parked[sequence.id] = sequence
-        else:
-            self._to_front(sequence)
-
-    def _end(self, sequence: Sequence) -> None:
-        self._release(sequence)
-        del self._sequences[sequence.id]
-        for place in (self._waiting, self._parked, self._running):
-            place.pop(sequence.id, None)
-        sequence.status = SequenceStatus.ENDED
-
-    def _release(self, sequence: Sequence) -> None:
-        if sequence.row is None:
-            return
-        self.pool.free(sequence.blocks)
-        self._free_rows.append(sequence.row)
-        sequence.blocks = ()
-        sequence.row = None
-        sequence.computed = 0
-
-    def _to_front(self, sequence: Sequence) -> None:
-        self._waiting[sequence.id] = sequence
-        self._waiting.move_to_end(sequence.id, last=False)
-
-    # The books
-
-    def check(self) -> None:
-        """Hold the state against the rules. O(everything held): for tests and diagnosis.
-
-        Raises:
-            EngineError: A rule is broken; the message says which.
-        """
-        self.pool.check()
-        for broken, rule in self._violations():
-            if broken:
-                raise EngineError(f"The scheduler broke a rule of its own: {rule}.")
-
-    def _violations(self) -> abc.Iterator[tuple[bool, str]]:
-        running = self._running.values()
-        blocks = [block for s in running for block in s.blocks]
-        rows = [s.row for s in running]
-        places = [*self._waiting, *self._parked, *self._running]
-        yield len(set(blocks)) != len(blocks), "a block has two owners"
-        yield not all(map(self.pool.held, blocks)), "a sequence uses a free block"
-        yield len(blocks) != self.pool.used_blocks, "a block is held by nobody"
-        every_row = [*rows, *self._free_rows]
-        yield (
-            len(every_row) != self.max_num_seqs or set(every_row) != set(range(self.max_num_seqs)),
-            "each row is free or has one owner",
-        )
-        yield (
-            len(places) != len(set(places)) or set(places) != set(self._sequences),
-            "each sequence stands in one place",
-        )
-        yield not self._in_flight <= set(self._running), "a step computes who does not run"
-        for s in (*self._waiting.values(), *self._parked.values()):
-            yield s.status is not SequenceStatus.WAITING, f"{s.id} waits by place and status"
-            yield s.paused != (s.id in self._parked), f"{s.id} is parked iff paused"
-        for s in running:
-            doomed = s.status is SequenceStatus.DOOMED and s.id in self._in_flight
-            yield s.status is not SequenceStatus.RUNNING and not doomed, f"{s.id} runs"
-        for s in self._sequences.values():
-            yield from s.violations(self.pool.block_size, self.max_model_len)

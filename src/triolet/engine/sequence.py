@@ -1,4 +1,4 @@
-"""One request as the scheduler holds it."""
+"""One choice of a request as the scheduler holds it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from triolet.core import EngineRequest, FinishReason, RequestId, TokenOutput
+from triolet.core import EngineRequest, FinishReason, RequestId, TokenLogprobs, TokenOutput
 from triolet.engine.plan import Chunk
 from triolet.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from triolet.engine.plan import Sample
 
 
 class SequenceStatus(enum.Enum):
@@ -30,11 +32,12 @@ class SequenceStatus(enum.Enum):
 
 @attrs.define(eq=False)
 class Sequence:
-    """The ids of a request and what it holds of the engine's resources."""
+    """The ids of a choice and what it holds of the engine's resources."""
 
     request: EngineRequest
-    #: Rises with every request added; a smaller one is older. Kept through preemption.
+    #: Rises with every sequence added; a smaller one is older. Kept through preemption.
     arrival: int
+    choice: int = 0
     output_ids: list[int] = attrs.field(factory=list, init=False)
     #: Block table. A tuple, so that a plan shares it instead of copying it each step.
     blocks: tuple[int, ...] = attrs.field(default=(), init=False)
@@ -43,8 +46,10 @@ class Sequence:
     row: int | None = attrs.field(default=None, init=False)
     status: SequenceStatus = attrs.field(default=SequenceStatus.WAITING, init=False)
     paused: bool = attrs.field(default=False, init=False)
-    #: Whether any token of it was ever part of a plan.
+    #: Whether any token of its request was ever part of a plan.
     scheduled: bool = attrs.field(default=False, init=False)
+    #: Of the prompt tokens computed so far, until the first output takes them along.
+    prompt_logprobs: list[TokenLogprobs] = attrs.field(factory=list, init=False)
 
     @property
     def id(self) -> RequestId:
@@ -52,9 +57,14 @@ class Sequence:
         return self.request.id
 
     @property
+    def prompt_length(self) -> int:
+        """Prompt tokens."""
+        return len(self.request.prompt_ids)
+
+    @property
     def length(self) -> int:
         """Prompt and output tokens together."""
-        return len(self.request.prompt_ids) + len(self.output_ids)
+        return self.prompt_length + len(self.output_ids)
 
     @property
     def remaining(self) -> int:
@@ -89,27 +99,51 @@ class Sequence:
             samples=stop == self.length,
             sampling=self.request.sampling,
             output_index=len(self.output_ids),
+            choice=self.choice,
+            prompt_ids=self.request.prompt_ids,
+            output_ids=self.output_ids,
+            scores_prompt=self._scores_prompt and start < self.prompt_length - 1,
         )
 
-    def accept(self, token: int, eos_token_ids: frozenset[int], max_length: int) -> TokenOutput:
+    @property
+    def _scores_prompt(self) -> bool:
+        """Whether the request's prompt log-probabilities are still for this sequence to give."""
+        asked = self.request.sampling.prompt_logprobs is not None
+        return asked and self.choice == 0 and not self.output_ids
+
+    def accept(self, sample: Sample, eos_token_ids: frozenset[int], max_length: int) -> TokenOutput:
         """Append a sampled id, and say whether it ends the sequence and why."""
+        token, sampling = sample.token_id, self.request.sampling
         self.output_ids.append(token)
-        sampling = self.request.sampling
         finish, stop_token_id = None, None
-        if token in eos_token_ids and not sampling.ignore_eos:
+        may_stop = len(self.output_ids) >= sampling.min_tokens
+        if may_stop and token in eos_token_ids and not sampling.ignore_eos:
             finish = FinishReason.STOP
-        elif token in sampling.stop_token_ids:
+        elif may_stop and token in sampling.stop_token_ids:
             finish, stop_token_id = FinishReason.STOP, token
         elif len(self.output_ids) >= sampling.max_tokens or self.length >= max_length:
             finish = FinishReason.LENGTH
-        return TokenOutput(self.id, (token,), finish, stop_token_id)
+        prompt_logprobs, self.prompt_logprobs = tuple(self.prompt_logprobs), []
+        return TokenOutput(
+            self.id,
+            (token,),
+            finish,
+            stop_token_id,
+            choice=self.choice,
+            logprobs=() if sample.logprobs is None else (sample.logprobs,),
+            prompt_logprobs=prompt_logprobs,
+        )
 
     def violations(self, block_size: int, max_length: int) -> Iterator[tuple[bool, str]]:
         """Rules of its own between two calls of the scheduler, and whether each is broken."""
+        name = f"{self.id}/{self.choice}"
         covered = len(self.blocks) * block_size
         idle = self.status is SequenceStatus.WAITING
-        yield idle and self.row is not None, f"{self.id} waits without a row"
-        yield idle and bool(self.blocks or self.computed), f"{self.id} waits without KV"
-        yield not self.computed < self.length <= max_length, f"{self.id} has a token to go"
-        yield covered < self.computed, f"{self.id} has blocks for its computed tokens"
-        yield covered >= self.length + block_size, f"{self.id} has no block too many"
+        scores = len(self.prompt_logprobs)
+        due = min(self.computed, self.prompt_length - 1) if self._scores_prompt else 0
+        yield idle and self.row is not None, f"{name} waits without a row"
+        yield idle and bool(self.blocks or self.computed), f"{name} waits without KV"
+        yield not self.computed < self.length <= max_length, f"{name} has a token to go"
+        yield covered < self.computed, f"{name} has blocks for its computed tokens"
+        yield covered >= self.length + block_size, f"{name} has no block too many"
+        yield scores != due, f"{name} has scores for the prompt tokens it has computed"

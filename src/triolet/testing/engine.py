@@ -3,19 +3,23 @@
 Only the forward pass is replaced, so rows, blocks, pauses, preemptions and aborts behave as
 they do with a model. It runs inside Trio and sleeps on Trio's clock, so a test on an autojump
 clock plays minutes of generation in milliseconds. Needs no torch.
+
+Log-probabilities are made up by a rule that a test can apply itself: see :func:`score`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import attrs
 import trio
 
-from triolet.core import EngineStatistics, ModelInfo, RequestId
+from triolet.core import EngineStatistics, ModelInfo, RequestId, TokenLogprobs
 from triolet.engine.blocks import BlockPool
 from triolet.engine.loop import Engine
+from triolet.engine.plan import Sample, StepSamples
 from triolet.engine.scheduler import Scheduler
 from triolet.errors import EngineDownError
 from triolet.prompt.bytelevel import BYTE_BOS_ID, BYTE_EOS_ID, ByteTokenizer
@@ -23,7 +27,7 @@ from triolet.runtime.lifecycle import Served
 
 if TYPE_CHECKING:
     from triolet.core import EngineRequest, StepResult
-    from triolet.engine.plan import StepPlan
+    from triolet.engine.plan import Chunk, StepPlan
 
 #: What the scripted engine says where nobody wrote it a script.
 DEFAULT_REPLY = (
@@ -36,10 +40,39 @@ _USER, _END = (
     for marker in ("<|user|>", "<|end|>")
 )
 
+#: The ids that :func:`score` ranks.
+SCORED_IDS = len(ByteTokenizer().vocabulary)
+# Any pair that puts neighbours in id and in index far apart. The first must have an inverse
+# modulo SCORED_IDS.
+_ID_STRIDE, _INDEX_STRIDE = 7, 13
+
+#: What a script's model says instead of an id that ``min_tokens`` forbids: the first of these
+#: that does not end the request either.
+FILLER_IDS = range(ord("~"), 0, -1)
+
+
+def score(token_id: int, index: int, top: int) -> TokenLogprobs:
+    """The made-up log-probabilities of a token, at output index (or prompt position) ``index``.
+
+    The id of rank r has the probability 2 ** -r, and ranks are a shuffle of all ids that depends
+    on ``index``: so they are distinct, add up to 1 (but for 2 ** -SCORED_IDS) and agree with each
+    other.
+    """
+    shift = index * _INDEX_STRIDE
+    inverse = pow(_ID_STRIDE, -1, SCORED_IDS)
+    rank = (token_id * _ID_STRIDE + shift) % SCORED_IDS + 1
+    best = ((place - shift) * inverse % SCORED_IDS for place in range(min(top, SCORED_IDS)))
+    return TokenLogprobs(
+        token_id,
+        -rank * math.log(2),
+        rank,
+        tuple((id_, -place * math.log(2)) for place, id_ in enumerate(best, 1)),
+    )
+
 
 @attrs.frozen
 class Script:
-    """What one request's model says: these ids in order, then ``then_id`` for ever."""
+    """What one choice's model says: these ids in order, then ``then_id`` for ever."""
 
     token_ids: tuple[int, ...]
     then_id: int
@@ -57,13 +90,25 @@ class Script:
         return self.token_ids[index] if index < len(self.token_ids) else self.then_id
 
 
-Scripts = Callable[["EngineRequest"], Script]
+#: One script for all choices of a request, or one for each: choice i gets the i-th, over again
+#: where there are fewer.
+Scripts = Callable[["EngineRequest"], Script | tuple[Script, ...]]
 
 
 def say(text: str = DEFAULT_REPLY, *, times: int = 1) -> Scripts:
     """A script that says ``text``, then ends the sequence, whatever the prompt."""
     ids = tuple(ByteTokenizer().encode(text, add_special_tokens=False)) * times
     return lambda _: Script(token_ids=ids, then_id=BYTE_EOS_ID)
+
+
+def say_each(*texts: str) -> Scripts:
+    """A script that says a text of its own for each choice, then ends it, whatever the prompt."""
+    encode = ByteTokenizer().encode
+    scripts = tuple(
+        Script(token_ids=tuple(encode(text, add_special_tokens=False)), then_id=BYTE_EOS_ID)
+        for text in texts
+    )
+    return lambda _: scripts
 
 
 def echo(request: EngineRequest) -> Script:
@@ -76,30 +121,68 @@ def echo(request: EngineRequest) -> Script:
 
 
 @attrs.define(eq=False)
+class Cast:
+    """The scripts of one request, and how many of its choices still play."""
+
+    scripts: tuple[Script, ...]
+    playing: int
+
+
+@attrs.define(eq=False)
 class ScriptedRunner:
     """The forward pass of a script."""
 
     _scripts: Scripts
-    _live: dict[RequestId, Script] = attrs.field(factory=dict, init=False)
+    _live: dict[RequestId, Cast] = attrs.field(factory=dict, init=False)
 
     def add(self, request: EngineRequest) -> None:
-        """Cast the script of a request."""
-        self._live[request.id] = self._scripts(request)
+        """Cast the scripts of a request."""
+        scripts = self._scripts(request)
+        scripts = (scripts,) if isinstance(scripts, Script) else scripts
+        self._live[request.id] = Cast(scripts, request.n)
+
+    def finish(self, request_id: RequestId) -> None:
+        """Take note that one choice of a request has ended; with the last one it is forgotten."""
+        cast = self._live.get(request_id)
+        if cast is not None:
+            cast.playing -= 1
+            if cast.playing == 0:
+                self.drop(request_id)
 
     def drop(self, request_id: RequestId) -> None:
         """Forget a request."""
         self._live.pop(request_id, None)
 
-    def run(self, plan: StepPlan) -> Sequence[int]:
-        """One id per chunk that samples, in chunk order."""
-        return [
-            self._live[chunk.request_id].token(chunk.output_index)
-            for chunk in plan.chunks
-            if chunk.samples
-        ]
+    def run(self, plan: StepPlan) -> StepSamples:
+        """See :meth:`triolet.engine.loop.Runner.run`."""
+        return StepSamples(
+            tuple(self._sample(chunk) for chunk in plan.chunks if chunk.samples),
+            {
+                i: _prompt_scores(chunk)
+                for i, chunk in enumerate(plan.chunks)
+                if chunk.scores_prompt
+            },
+        )
+
+    def _sample(self, chunk: Chunk) -> Sample:
+        scripts, sampling = self._live[chunk.request_id].scripts, chunk.sampling
+        token = scripts[chunk.choice % len(scripts)].token(chunk.output_index)
+        ends = sampling.stop_token_ids | {BYTE_EOS_ID}
+        if chunk.output_index + 1 < sampling.min_tokens and token in ends:
+            token = next(id_ for id_ in FILLER_IDS if id_ not in ends)
+        if sampling.logprobs is None:
+            return Sample(token)
+        return Sample(token, score(token, chunk.output_index, sampling.logprobs))
 
     def reset(self) -> None:
         """A script has no state to rebuild."""
+
+
+def _prompt_scores(chunk: Chunk) -> tuple[TokenLogprobs, ...]:
+    first = chunk.start + 1
+    positions = range(first, first + chunk.scores)
+    top = chunk.sampling.prompt_logprobs or 0
+    return tuple(score(chunk.prompt_ids[position], position, top) for position in positions)
 
 
 @attrs.define(eq=False)
@@ -161,7 +244,7 @@ class ScriptedBackend:
             return
         for output in result.outputs:
             if output.finish is not None:
-                self._runner.drop(output.request_id)
+                self._runner.finish(output.request_id)
         for failure in result.failures:
             self._runner.drop(failure.request_id)
         await steps.send(result)

@@ -1,0 +1,246 @@
+"""Where each sequence stands and what it holds: the scheduler's books. No policy.
+
+Rules
+-----
+
+1.  A sequence waits, is parked (it waits while its request is paused) or runs. Only who runs
+    holds a row and blocks, and its blocks cover all its known tokens.
+2.  The choices of a request have consecutive ages. The scheduler seats them in that order and
+    unseats the youngest of them first, so where any of them runs, the oldest one living does. It
+    *leads*.
+3.  Who is seated behind a leader shares the leader's blocks that the prompt fills, up to the one
+    with the prompt's last token, which everyone computes to sample from. Those blocks must be
+    computed by then and are never written again. All other blocks have one owner.
+4.  Who leaves or is unseated gives up its own blocks and its share in the others.
+5.  A leader that ends with nobody seated behind it leaves row and blocks to the next choice, if
+    that one needs no more: else a prompt would be computed again just because its first
+    choices were short.
+
+:meth:`Roster.check` holds the books against all of these.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING
+
+import attrs
+
+from triolet.core import RequestId
+from triolet.engine.blocks import BlockPool
+from triolet.engine.sequence import Sequence, SequenceStatus
+from triolet.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+
+@attrs.define(eq=False)
+class Roster:
+    """The sequences of all requests held. Read its books freely; change them by its methods."""
+
+    pool: BlockPool
+    total_rows: int
+    #: The living choices of each request, the oldest first.
+    requests: dict[RequestId, list[Sequence]] = attrs.field(factory=dict, init=False)
+    #: The queue, as an ordered set: both ends and any middle are O(1), so mass aborts cost no scan.
+    waiting: OrderedDict[Sequence, None] = attrs.field(factory=OrderedDict, init=False)
+    parked: dict[Sequence, None] = attrs.field(factory=dict, init=False)
+    running: dict[Sequence, None] = attrs.field(factory=dict, init=False)
+    free_rows: list[int] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.free_rows = list(range(self.total_rows - 1, -1, -1))
+
+    # Questions
+
+    def leader(self, sequence: Sequence) -> Sequence | None:
+        """The oldest living choice of the same request, if it runs."""
+        oldest = self.requests[sequence.id][0]
+        return None if oldest.row is None else oldest
+
+    def shareable(self, sequence: Sequence) -> int:
+        """How many blocks of its prompt the choices of a request share."""
+        return (sequence.prompt_length - 1) // self.pool.block_size
+
+    def missing(self, sequence: Sequence) -> int:
+        """How many free blocks it takes to seat a sequence."""
+        shared = 0 if self.leader(sequence) is None else self.shareable(sequence)
+        return self.pool.blocks_for(sequence.length) - shared
+
+    def ready(self, sequence: Sequence) -> bool:
+        """Whether nothing it would share is still to be computed."""
+        leader = self.leader(sequence)
+        return leader is None or leader.computed >= self.shareable(leader) * self.pool.block_size
+
+    def reclaimable(self, sequences: Collection[Sequence]) -> int:
+        """How many blocks come free if these are unseated.
+
+        They must be all that run of each request among them. Counted by rule 3 and not block by
+        block: this may be asked in every step.
+        """
+        shared = {s.id: self.shareable(s) for s in sequences}
+        own = sum(len(s.blocks) - shared[s.id] for s in sequences)
+        return own + sum(shared.values())
+
+    # Moves
+
+    def enter(self, sequences: list[Sequence]) -> None:
+        """Take in the choices of a request, at the end of the queue."""
+        self.requests[sequences[0].id] = sequences
+        self.waiting.update(dict.fromkeys(sequences))
+
+    def seat(self, sequence: Sequence) -> None:
+        """Give one that waits a row and blocks, those of its leader where it has one.
+
+        Raises:
+            EngineError: There is no row or too few blocks. Whoever asks has counted them.
+        """
+        leader = self.leader(sequence)
+        shared = () if leader is None else leader.blocks[: self.shareable(sequence)]
+        own = self.pool.allocate(self.missing(sequence))
+        if own is None or not self.free_rows:
+            raise EngineError("A sequence was admitted without the row or the KV blocks for it.")
+        self.pool.share(shared)
+        self._run(sequence, shared + tuple(own), len(shared) * self.pool.block_size)
+
+    def unseat(self, sequence: Sequence) -> None:
+        """Take row and blocks from one that runs; it waits in front of the queue, or is parked."""
+        self._release(sequence)
+        del self.running[sequence]
+        sequence.status = SequenceStatus.WAITING
+        if sequence.paused:
+            self.parked[sequence] = None
+        else:
+            self.to_front(sequence)
+
+    def retire(self, sequence: Sequence) -> None:
+        """Remove one that ended by itself; by rule 5 another may take its place."""
+        older, *rest = self.requests[sequence.id]
+        heir = rest[0] if rest and older is sequence and rest[0].row is None else None
+        needed = 0 if heir is None else self.pool.blocks_for(heir.length)
+        blocks = sequence.blocks[:needed]
+        if heir is None or len(blocks) < needed:
+            self.remove(sequence)
+            return
+        self.pool.share(blocks)
+        self.remove(sequence)
+        self.waiting.pop(heir, None)
+        self.parked.pop(heir, None)
+        # All blocks are its own now, so of the prompt only the last token is left to compute.
+        self._run(heir, blocks, heir.prompt_length - 1)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence and free what it holds."""
+        self._release(sequence)
+        siblings = self.requests[sequence.id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self.requests[sequence.id]
+        for place in (self.waiting, self.parked, self.running):
+            place.pop(sequence, None)
+        sequence.status = SequenceStatus.ENDED
+
+    def pause(self, request_id: RequestId) -> None:
+        """Mark all choices of a request as paused, and park those that wait."""
+        for sequence in self.requests[request_id]:
+            sequence.paused = True
+            if sequence in self.waiting:
+                del self.waiting[sequence]
+                self.parked[sequence] = None
+
+    def resume(self, request_id: RequestId) -> None:
+        """Undo :meth:`pause`; those parked go to the front of the queue, in order."""
+        for sequence in reversed(self.requests[request_id]):
+            sequence.paused = False
+            if sequence in self.parked:
+                del self.parked[sequence]
+                self.to_front(sequence)
+
+    def to_front(self, sequence: Sequence) -> None:
+        """Put a sequence in front of the queue."""
+        self.waiting[sequence] = None
+        self.waiting.move_to_end(sequence, last=False)
+
+    def _run(self, sequence: Sequence, blocks: tuple[int, ...], computed: int) -> None:
+        self.waiting.pop(sequence, None)
+        sequence.row = self.free_rows.pop()
+        sequence.blocks = blocks
+        sequence.computed = computed
+        sequence.status = SequenceStatus.RUNNING
+        self.running[sequence] = None
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.row is None:
+            return
+        self.pool.free(sequence.blocks)
+        self.free_rows.append(sequence.row)
+        sequence.blocks = ()
+        sequence.row = None
+        sequence.computed = 0
+        sequence.prompt_logprobs.clear()
+
+    # The books
+
+    def check(self, in_flight: Collection[Sequence], max_length: int) -> None:
+        """Hold the books against the rules. O(everything held): for tests and diagnosis.
+
+        Raises:
+            EngineError: A rule is broken; the message says which.
+        """
+        self.pool.check()
+        for broken, rule in self._violations(in_flight, max_length):
+            if broken:
+                raise EngineError(f"The scheduler broke a rule of its own: {rule}.")
+
+    def _violations(
+        self, in_flight: Collection[Sequence], max_length: int
+    ) -> Iterator[tuple[bool, str]]:
+        held = Counter(block for s in self.running for block in s.blocks)
+        owners = {block: self.pool.owners(block) for block in range(self.pool.total_blocks)}
+        places = [*self.waiting, *self.parked, *self.running]
+        every_row = [*(s.row for s in self.running), *self.free_rows]
+        yield (
+            any(owners[b] < held[b] for b in owners),
+            "a sequence uses a block that is not its own",
+        )
+        yield any(owners[b] > held[b] for b in owners), "a block is held by nobody"
+        yield (
+            sorted(map(repr, every_row)) != sorted(map(repr, range(self.total_rows))),
+            ("each row is free or has one owner"),
+        )
+        living = {s for siblings in self.requests.values() for s in siblings}
+        yield len(places) != len(living) or set(places) != living, "each stands in one place"
+        yield not set(in_flight) <= set(self.running), "a step computes who does not run"
+        for s in (*self.waiting, *self.parked):
+            yield s.status is not SequenceStatus.WAITING, f"{s.id} waits by place and status"
+            yield s.paused != (s in self.parked), f"{s.id} is parked iff paused"
+        for s in self.running:
+            doomed = s.status is SequenceStatus.DOOMED and s in in_flight
+            yield s.status is not SequenceStatus.RUNNING and not doomed, f"{s.id} runs"
+        for siblings in self.requests.values():
+            yield from self._family_violations(siblings)
+            for s in siblings:
+                yield from s.violations(self.pool.block_size, max_length)
+
+    def _family_violations(self, siblings: list[Sequence]) -> Iterator[tuple[bool, str]]:
+        name, leader = siblings[0].id, siblings[0]
+        shared = self.shareable(leader)
+        seated = [s for s in siblings if s.row is not None]
+        yield siblings != sorted(siblings, key=lambda s: s.arrival), f"{name} is kept by age"
+        yield siblings[: len(seated)] != seated, f"{name} runs its older choices first"
+        yield len({s.paused for s in siblings}) != 1, f"{name} is paused as one"
+        for s in seated:
+            yield s.blocks[:shared] != leader.blocks[:shared], f"{name} shares its prompt's blocks"
+            yield (
+                any(self.pool.owners(b) != len(seated) for b in s.blocks[:shared]),
+                (f"{name} alone shares its prompt's blocks"),
+            )
+            yield (
+                any(self.pool.owners(b) != 1 for b in s.blocks[shared:]),
+                (f"{name} shares no block that is written"),
+            )
+            yield (
+                len(seated) > 1 and s.computed < shared * self.pool.block_size,
+                (f"{name} shares what is computed"),
+            )
