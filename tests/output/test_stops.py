@@ -13,9 +13,9 @@ PIECES = st.text("ab€", max_size=30).flatmap(chunked)
 STOPS = st.lists(st.text("ab€", min_size=1, max_size=5), max_size=5).map(tuple)
 
 
-def first_stop(text, stops):
-    """The end of the first match and its stop, by searching the whole text."""
-    for end in range(1, len(text) + 1):
+def first_stop(text, stops, after=0):
+    """The end of the first match behind ``after`` and its stop, by searching the whole text."""
+    for end in range(after + 1, len(text) + 1):
         for stop in stops:
             if text[:end].endswith(stop):
                 return end, stop
@@ -76,6 +76,38 @@ def test_nothing_is_held_when_the_stop_is_shown_anyway(pieces, stops):
             return
         assert released.text == piece
     assert matcher.finish() == ""
+
+
+@st.composite
+def counted_pieces(draw):
+    """Pieces of a text, the first of which come before stops count."""
+    pieces = draw(PIECES)
+    return pieces, draw(st.integers(0, len(pieces)))
+
+
+@pytest.mark.slow
+@given(counted=counted_pieces(), stops=STOPS, include=st.booleans())
+@example(counted=(("ab", "c"), 1), stops=("ab", "abc"), include=False)
+@example(counted=(("aa", "a"), 1), stops=("aa",), include=False)
+@example(counted=(("bab", "a"), 1), stops=("bab", "ab"), include=False)
+def test_a_match_that_does_not_count_is_text_and_holds_nothing(counted, stops, include):
+    pieces, first = counted
+    matcher = StopMatcher(stops, include)
+    fed = shown = ""
+    for number, piece in enumerate(pieces):
+        released = matcher.feed(piece, counts=number >= first)
+        end, stop = first_stop(fed + piece, stops, after=len(fed))
+        shown += released.text
+        if number >= first and stop is not None:
+            assert released.stop == stop
+            assert shown == (fed + piece)[: end if include else end - len(stop)]
+            return
+        assert released.stop is None
+        fed += piece
+        prefixes = {stop[:size] for stop in stops for size in range(len(stop))} | {""}
+        longest = "" if include else max((p for p in prefixes if fed.endswith(p)), key=len)
+        assert shown == fed[: len(fed) - len(longest)]
+    assert shown + matcher.finish() == fed
 
 
 def test_the_stop_that_ends_first_wins_although_it_starts_later():

@@ -17,6 +17,7 @@ TOKENIZER = ByteTokenizer()
 TEXTS = st.lists(st.one_of(st.text(), st.sampled_from([*SPECIAL_TOKENS, "<|", "|>", "<|bos"])))
 
 
+@pytest.mark.slow
 @given(parts=TEXTS, add_special_tokens=st.booleans())
 def test_the_bytes_of_the_ids_are_the_text(parts, add_special_tokens):
     text = "".join(parts)
@@ -82,3 +83,60 @@ def test_content_that_is_not_text_is_the_messages_fault():
 def test_half_a_surrogate_pair_is_refused():
     with pytest.raises(InvalidRequestError, match="surrogate"):
         TOKENIZER.encode("a\ud83d", add_special_tokens=False)
+
+
+@given(st.lists(st.integers(0, BYTE_VOCAB_SIZE - 1)), st.booleans())
+def test_decoding_is_what_the_vocabulary_says(ids, skip):
+    shown = [token for token in ids if not (skip and token in TOKENIZER.vocabulary.special_ids)]
+    joined = b"".join(TOKENIZER.vocabulary.token_bytes[token] for token in shown)
+
+    assert TOKENIZER.decode(ids, skip_special_tokens=skip) == joined.decode(errors="replace")
+
+
+def test_tokens_are_spelled_for_people():
+    spelled = [TOKENIZER.token_text(token) for token in (97, 32, 10, 0xE9, 256, 261)]
+
+    assert spelled == ["a", " ", "<0x0A>", "<0xE9>", "<|bos|>", "<|end|>"]
+    assert len({TOKENIZER.token_text(token) for token in range(BYTE_VOCAB_SIZE)}) == BYTE_VOCAB_SIZE
+
+
+@pytest.mark.parametrize("token", [-1, BYTE_VOCAB_SIZE, 10**20])
+def test_an_id_outside_the_vocabulary_is_refused(token):
+    with pytest.raises(InvalidRequestError, match=str(token)):
+        TOKENIZER.token_text(token)
+    with pytest.raises(InvalidRequestError, match=str(token)):
+        TOKENIZER.decode([97, token], skip_special_tokens=False)
+
+
+ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, "}]
+
+
+def test_the_turn_of_the_assistant_can_be_left_to_the_model_or_be_gone_on_with():
+    both = "<|bos|><|user|>Hi<|end|><|assistant|>Hello, "
+
+    assert TOKENIZER.render_chat(ASKED, add_generation_prompt=False) == both + "<|end|>"
+    assert (
+        TOKENIZER.render_chat(ASKED, add_generation_prompt=False, continue_final_message=True)
+        == both
+    )
+    assert TOKENIZER.render_chat(ASKED, template_kwargs={"any": 1}) == both + (
+        "<|end|><|assistant|>"
+    )
+
+
+@pytest.mark.parametrize("messages", [[], [{"role": "assistant", "content": None}]])
+def test_there_must_be_a_text_to_go_on_with(messages):
+    with pytest.raises(InvalidRequestError, match="continued") as caught:
+        TOKENIZER.render_chat(messages, add_generation_prompt=False, continue_final_message=True)
+
+    assert caught.value.param == "continue_final_message"
+
+
+def test_arguments_that_exclude_each_other_or_are_reserved_are_refused():
+    with pytest.raises(InvalidRequestError, match="add_generation_prompt to false") as caught:
+        TOKENIZER.render_chat(ASKED, continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
+
+    with pytest.raises(InvalidRequestError, match="chat_template cannot be set") as caught:
+        TOKENIZER.render_chat(ASKED, template_kwargs={"chat_template": "{{ 1 }}"})
+    assert caught.value.param == "chat_template_kwargs"

@@ -1,18 +1,23 @@
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from triolet.engine.gguf import find_packaged_model, open_gguf
 from triolet.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
 from triolet.prompt import huggingface
 from triolet.prompt.huggingface import HuggingFaceTokenizer, load_tokenizer
+from triolet.prompt.tokenizer import RESERVED_VARIABLES
 
 pytestmark = pytest.mark.torch
 
@@ -49,6 +54,7 @@ def wrapped(tokenizer=None, template=TEMPLATE, **options):
 
 
 TINY = wrapped()
+HI = [{"role": "user", "content": "Hi"}]
 
 
 @given(st.lists(st.one_of(st.text(), st.sampled_from(["<s>", "</s>", "<tool>"]))).map("".join))
@@ -113,6 +119,142 @@ def test_the_template_runs_in_a_sandbox():
         wrapped(template=escape).render_chat([{"role": "user", "content": "Hi"}])
 
 
+ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, "}]
+
+
+def test_the_turn_of_the_assistant_can_be_left_to_the_model_or_be_gone_on_with():
+    closing = TEMPLATE.replace("{% endfor %}", "</s>{% endfor %}")
+    chat = wrapped(template=closing)
+    both = "<s>[user]Hi</s>[assistant]Hello, "
+
+    assert chat.render_chat(ASKED, add_generation_prompt=False) == both + "</s>"
+    assert chat.render_chat(ASKED) == both + "</s>[assistant]"
+    assert chat.render_chat(ASKED, add_generation_prompt=False, continue_final_message=True) == both
+    assert ASKED[-1]["content"] == "Hello, "
+
+
+@pytest.mark.parametrize(
+    ("messages", "template"),
+    [
+        ([], TEMPLATE),
+        ([{"role": "assistant", "content": None}], TEMPLATE),
+        ([{"role": "assistant", "tool_calls": []}], TEMPLATE),
+        (ASKED, "{{ messages[0].content }}"),
+        (ASKED, "plain"),
+    ],
+)
+def test_there_must_be_a_text_to_go_on_with(messages, template):
+    with pytest.raises(InvalidRequestError, match="cannot be continued") as caught:
+        wrapped(template=template).render_chat(
+            messages, add_generation_prompt=False, continue_final_message=True
+        )
+
+    assert caught.value.param == "continue_final_message"
+
+
+def test_a_chat_cannot_be_continued_and_given_a_new_turn():
+    with pytest.raises(InvalidRequestError, match="add_generation_prompt to false") as caught:
+        TINY.render_chat(ASKED, continue_final_message=True)
+
+    assert caught.value.param == "continue_final_message"
+
+
+def test_the_template_gets_the_clients_variables():
+    chat = wrapped(template="{{ 'thinking' if enable_thinking else 'quick' }}{{ depth }}")
+
+    assert chat.render_chat(HI, template_kwargs={"enable_thinking": True, "depth": [1]}) == (
+        "thinking[1]"
+    )
+    assert chat.render_chat(HI) == "quick"
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "messages", "tools", "self"])
+def test_arguments_of_the_renderer_are_no_variables(name):
+    with pytest.raises(InvalidRequestError, match=f"^{name} cannot be set") as caught:
+        TINY.render_chat(HI, template_kwargs={name: "{{ 7 * 7 }}", "harmless": 1})
+
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_all_arguments_of_the_renderer_are_reserved():
+    parameters = inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters
+    named = {
+        name for name, parameter in parameters.items() if parameter.kind != parameter.VAR_KEYWORD
+    }
+    rendering = inspect.signature(render_jinja_template).parameters
+    named |= {
+        name for name, parameter in rendering.items() if parameter.kind != parameter.VAR_KEYWORD
+    }
+
+    assert named <= RESERVED_VARIABLES
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_decoding_is_the_librarys(skip):
+    ids = [*TINY.encode("né 😀", add_special_tokens=True), 257, 258]
+
+    assert TINY.decode(ids, skip_special_tokens=skip) == (
+        "né 😀<tool>" if skip else "<s>né 😀</s><tool>"
+    )
+    assert [TINY.token_text(token) for token in (256, 258)] == ["<s>", "<tool>"]
+    assert TINY.token_text(TINY.encode(" ", add_special_tokens=False)[0]) == "Ġ"
+
+
+@pytest.mark.parametrize("token", [-1, 259, 2**32, 10**20])
+def test_an_id_outside_the_vocabulary_is_refused(token):
+    with pytest.raises(InvalidRequestError, match=str(token)):
+        TINY.token_text(token)
+    with pytest.raises(InvalidRequestError, match=str(token)):
+        TINY.decode([0, token], skip_special_tokens=False)
+
+
+def test_a_panic_of_the_library_is_a_refusal_of_the_ids():
+    tokenizer = tiny()
+    tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)])
+
+    with pytest.raises(InvalidRequestError, match="fails on these ids"):
+        wrapped(tokenizer).decode([256], skip_special_tokens=True)
+
+
+def test_a_panic_of_the_library_is_a_refusal_of_the_text():
+    class PanicException(BaseException):
+        pass
+
+    class Breaking:
+        def encode_batch_fast(self, *_args, **_options):
+            raise self.error
+
+    chat = wrapped()
+    chat._tokenizer = Breaking()
+    for error in (PanicException("index out of bounds"), ValueError("unexpected")):
+        Breaking.error = error
+        with pytest.raises(InvalidRequestError, match="fails on this text"):
+            chat.encode("a", add_special_tokens=False)
+    Breaking.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        chat.encode("a", add_special_tokens=False)
+
+
+def test_a_token_beyond_the_logits_has_no_text():
+    with pytest.raises(InvalidRequestError, match="258"):
+        wrapped(vocab_size=258).token_text(258)
+
+
+@pytest.mark.slow
+def test_the_output_can_be_decoded_while_another_thread_encodes():
+    tokenizer = tiny()
+    tokenizer.decoder = decoders.WordPiece()
+    chat, text = wrapped(tokenizer), "word " * 20_000
+
+    with ThreadPoolExecutor(1) as pool:
+        encoding = pool.submit(chat.encode, text, add_special_tokens=False)
+        decoded = 0
+        while not encoding.done() or not decoded:
+            assert chat.vocabulary.decode([0, 1]) == '! "'
+            decoded += 1
+        assert len(encoding.result()) == len(text)
+
+
 def test_no_template_means_no_chats():
     plain = wrapped(template=None)
 
@@ -128,9 +270,6 @@ def saved(folder, *, config=None, template=None):
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     return str(folder)
-
-
-HI = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from tokenizers import (
     pre_tokenizers,
 )
 
-from triolet.errors import UnsupportedModelError
+from triolet.errors import OutputError
+from triolet.output.detokenizer import Detokenizer
 from triolet.prompt.vocabulary import build_vocabulary, byte_alphabet
 
 pytestmark = pytest.mark.torch  # the tokenizers library comes with that extra
@@ -70,6 +71,7 @@ def joined(vocabulary, ids):
 
 
 @given(TEXTS)
+@pytest.mark.slow
 def test_byte_level_bytes_are_what_the_library_decodes(text):
     ids = BYTE_LEVEL.encode(text).ids
 
@@ -129,38 +131,98 @@ def test_an_added_token_in_latin_letters_stays_legible():
     assert vocabulary.token_bytes[tokenizer.token_to_id("Müé")] == "Müé".encode()
 
 
-def test_a_metaspace_decoder_restores_spaces():
+def test_a_token_outside_the_alphabet_is_literal_as_in_the_library():
+    tokenizer = Tokenizer(models.BPE(vocab={"Ġa": 0, "▁é": 1}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+
+    assert build_vocabulary(tokenizer).token_bytes == [b" a", "▁é".encode()]
+    assert tokenizer.decode([0, 1]) == " a▁é"
+
+
+@pytest.mark.parametrize("scheme", ["always", "never"])
+def test_a_metaspace_decoder_restores_spaces(scheme):
     tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁a", -1.0)], unk_id=0))
-    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    tokenizer.add_special_tokens(["<s>"])
+    vocabulary = build_vocabulary(tokenizer)
 
-    assert build_vocabulary(tokenizer).token_bytes == [b"<unk>", b" a"]
+    assert vocabulary.token_bytes == [b"<unk>", b" a", b"<s>"]
+    begun = Detokenizer(vocabulary, prompt_ids=(2,))
+    assert begun.push(1) + begun.push(1) == tokenizer.decode([1, 1])
+    gone_on = Detokenizer(vocabulary, prompt_ids=(1,))
+    assert gone_on.push(1) == " a"
 
 
-@pytest.mark.parametrize(
-    ("decoder", "name"),
-    [
-        (None, "spaces"),
-        (decoders.WordPiece(), "WordPiece"),
-        (decoders.CTC(), "CTC"),
-        (decoders.BPEDecoder(), "BPEDecoder"),
-        (decoders.Sequence([decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)]), "Strip"),
-        (
-            decoders.Sequence([
-                decoders.Replace("▁", " "),
-                decoders.Fuse(),
-                decoders.Strip(" ", 0, 1),
-            ]),
-            "Strip",
-        ),
-        (decoders.Sequence([decoders.Fuse(), decoders.Replace("▁", " ")]), "Replace"),
-        (decoders.Sequence([decoders.Replace(Regex("▁"), " "), decoders.Fuse()]), "Replace"),
-        (decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()]), "ByteLevel"),
-    ],
-)
-def test_a_decoder_that_looks_across_tokens_is_refused(decoder, name):
-    tokenizer = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+def test_how_many_spaces_a_text_loses_at_its_start_is_known():
+    assert STRIPPING_TABLE.leading_spaces == 1
+    assert SENTENCEPIECE_TABLE.leading_spaces == BYTE_LEVEL_TABLE.leading_spaces == 0
+
+
+WORDS = ["a", "##b", ".", "n't", "é</w>", "c</w>", "▁d", "▁", "|", "<0xE2>", "Ġe", "Ã", "©", "''"]
+REPLACE, FUSE = decoders.Replace("▁", " "), decoders.Fuse()
+DECODERS = {
+    "none": None,
+    "WordPiece": decoders.WordPiece(),
+    "WordPiece without clean-up": decoders.WordPiece(cleanup=False),
+    "CTC": decoders.CTC(),
+    "BPEDecoder": decoders.BPEDecoder(),
+    "no replacement": FUSE,
+    "strip of each token": decoders.Sequence([REPLACE, decoders.Strip(" ", 1, 0)]),
+    "strip of a letter": decoders.Sequence([REPLACE, FUSE, decoders.Strip("a", 1, 0)]),
+    "replacement across tokens": decoders.Sequence([FUSE, REPLACE]),
+    "replacement after bytes": decoders.Sequence([decoders.ByteFallback(), REPLACE]),
+    "space after bytes": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+    "bytes across tokens": decoders.Sequence([REPLACE, FUSE, decoders.ByteFallback()]),
+    "pattern": decoders.Sequence([decoders.Replace(Regex("▁"), " "), FUSE]),
+    "byte level and more": decoders.Sequence([decoders.ByteLevel(), FUSE]),
+}
+
+
+def across(decoder):
+    vocab = {token: index for index, token in enumerate([*WORDS, "<pad>", "<unk>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     if decoder is not None:
         tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(["<unk>", "<s>"])
+    return tokenizer
 
-    with pytest.raises(UnsupportedModelError, match=name):
-        build_vocabulary(tokenizer)
+
+LOOKING_ACROSS = {name: across(decoder) for name, decoder in DECODERS.items()}
+#: Panics on an empty text, as its source in the library shows.
+STRIP_OF_THE_END = decoders.Sequence([REPLACE, FUSE, decoders.Strip(" ", 0, 1)])
+IDS = st.lists(st.integers(0, len(WORDS) + 2), max_size=40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DECODERS)
+@given(prompt=IDS, ids=IDS, skip=st.booleans())
+def test_a_decoder_that_looks_across_tokens_is_asked_itself(name, prompt, ids, skip):
+    tokenizer = LOOKING_ACROSS[name]
+    vocabulary = build_vocabulary(tokenizer)
+    assert vocabulary.decode is not None
+    detokenizer = Detokenizer(vocabulary, skip, prompt)
+
+    shown = "".join([*(detokenizer.push(i) for i in ids), detokenizer.finish()])
+
+    before = tokenizer.decode(prompt, skip_special_tokens=skip)
+    full = tokenizer.decode([*prompt, *ids], skip_special_tokens=skip)
+    if full.startswith(before):  # else the prompt ended inside a character, or with its strip
+        assert before + shown == full
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_token_without_bytes_of_its_own_is_spelled_as_in_the_vocabulary(name):
+    vocabulary = build_vocabulary(LOOKING_ACROSS[name], len(WORDS) + 5)
+
+    spelled = (*WORDS, "<pad>", "<unk>", "<s>")
+    assert vocabulary.token_bytes == [*map(str.encode, spelled), None, None]
+    assert vocabulary.special_ids == {len(WORDS) + 1, len(WORDS) + 2}
+
+
+def test_a_panic_of_the_library_is_one_requests_failure():
+    vocabulary = build_vocabulary(across(STRIP_OF_THE_END))
+    detokenizer = Detokenizer(vocabulary, prompt_ids=(0,))
+    assert detokenizer.push(0) == "a"
+
+    with pytest.raises(OutputError, match="failed to decode"):
+        vocabulary.decode([])

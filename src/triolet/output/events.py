@@ -1,20 +1,26 @@
 """What a request says, in the order it says it: the events that every reader folds.
 
-A stream is any number of :class:`TextDelta` and, per choice, one :class:`ChoiceFinished`;
-then exactly one terminal event: :class:`Completed`, or :class:`Failed` at any time.
+A stream is, where it was asked for, one :class:`PromptScored` per prompt of more than one token;
+any number of :class:`TextDelta` and, per choice, one :class:`ChoiceFinished`; then exactly one
+terminal event: :class:`Completed`, or :class:`Failed` at any time.
+
+Choices are numbered over the whole request: choice i of prompt p, n each, is ``p * n + i``.
 """
 
 from __future__ import annotations
 
 import attrs
 
-from triolet.core import FinishReason
+from triolet.core import FinishReason, TokenLogprobs
 from triolet.errors import TrioletError
 
 
 @attrs.frozen
 class Usage:
-    """Token counts of a request. ``output_tokens`` counts accepted ids, the stop token included."""
+    """Token counts of a request. ``output_tokens`` counts accepted ids, the stop token included.
+
+    ``prompt_tokens`` is the sum over its prompts, each counted once whatever ``n`` is.
+    """
 
     prompt_tokens: int
     output_tokens: int = 0
@@ -29,6 +35,20 @@ class TextDelta:
     choice: int
     text: str
     token_ids: tuple[int, ...] = ()
+    #: One entry per id, where they were asked for; else empty.
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@attrs.frozen
+class PromptScored:
+    """How likely the prompt's tokens were; comes before any text of its choices.
+
+    ``prompt`` is the index of the prompt, 0 where there is one. ``logprobs`` has one entry for
+    each of its tokens but the first.
+    """
+
+    prompt: int
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @attrs.frozen
@@ -55,4 +75,4 @@ class Failed:
     usage: Usage
 
 
-OutputEvent = TextDelta | ChoiceFinished | Completed | Failed
+OutputEvent = TextDelta | PromptScored | ChoiceFinished | Completed | Failed

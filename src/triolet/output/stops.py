@@ -8,7 +8,9 @@ Rules:
 2. Text is cut where the winning match starts, or where it ends with ``include_stop``.
 3. Held back is the longest suffix that is a proper prefix of some stop, and no character more.
    With ``include_stop`` nothing is: the characters are shown whether they match or not.
-4. After a stop: silence.
+4. A match whose last character came with ``counts=False`` is no stop, but text like any other:
+   nothing is held for it alone. One that only began there can still become a stop.
+5. After a stop: silence.
 
 Theory of operation: the automaton of Aho and Corasick ("Efficient string matching: an aid to
 bibliographic search", Communications of the ACM 18(6), 1975). A state is the longest suffix of
@@ -92,6 +94,15 @@ class _Automaton:
                 return _ROOT
             state = self.fallback[state]
 
+    def growing(self, state: int) -> int:
+        """The state of the longest suffix that can still become a stop.
+
+        It differs from ``state`` only where a whole stop was let pass, and leads on to the same.
+        """
+        while state != _ROOT and not self.goto[state]:
+            state = self.fallback[state]
+        return state
+
 
 def _checked(_: object, __: object, stops: tuple[str, ...]) -> None:
     if "" in stops:
@@ -121,8 +132,13 @@ class StopMatcher:
         """A matcher of the same stops at the start of a text, at no building cost."""
         return StopMatcher(self.stops, self.include_stop, automaton=self._automaton)
 
-    def feed(self, text: str) -> Released:
-        """Take the next piece; give what is certain. The last with a ``stop`` is the end."""
+    def feed(self, text: str, *, counts: bool = True) -> Released:
+        """Take the next piece; give what is certain. The last with a ``stop`` is the end.
+
+        Args:
+            text: What follows the pieces before.
+            counts: Whether a match that ends in this piece is a stop.
+        """
         if self._stopped:
             return Released("")
         if not self.stops:
@@ -135,8 +151,10 @@ class StopMatcher:
         for position, char in enumerate(text):
             state = step(state, char)
             index = completed[state]
-            if index is not None:
+            if counts and index is not None:
                 return self._stop(text[: position + 1], self.stops[index])
+        if not counts:
+            state = automaton.growing(state)
         self._state = state
         if self.include_stop:
             return Released(text)

@@ -12,6 +12,7 @@ import attrs
 
 from triolet.core import Vocabulary
 from triolet.errors import InvalidRequestError
+from triolet.prompt.tokenizer import check_chat_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,10 +41,11 @@ _MARKERS: Final = {
 }
 _IDS: Final = {token: 256 + index for index, token in enumerate(SPECIAL_TOKENS)}
 _SPECIAL: Final = re.compile("(" + "|".join(map(re.escape, SPECIAL_TOKENS)) + ")")
-_VOCABULARY: Final = Vocabulary(
-    (*(bytes([byte]) for byte in range(256)), *(token.encode() for token in SPECIAL_TOKENS)),
-    frozenset(_IDS.values()),
+_BYTES: Final = (
+    *(bytes([byte]) for byte in range(256)),
+    *(token.encode() for token in SPECIAL_TOKENS),
 )
+_VOCABULARY: Final = Vocabulary(_BYTES, frozenset(_IDS.values()))
 
 
 @attrs.frozen
@@ -79,13 +81,53 @@ class ByteTokenizer:
                 ) from None
         return ids
 
-    def render_chat(self, messages: Sequence[Mapping[str, object]]) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of ``ids``; bytes that are no character become U+FFFD.
+
+        Raises:
+            InvalidRequestError: An id is outside the vocabulary.
+        """
+        for token_id in ids:
+            self.token_text(token_id)
+        shown = BYTE_BOS_ID if skip_special_tokens else BYTE_VOCAB_SIZE
+        joined = b"".join(_BYTES[token_id] for token_id in ids if token_id < shown)
+        return joined.decode(errors="replace")
+
+    def token_text(self, token_id: int) -> str:
+        """A special token's text, or a byte: as a printable ASCII character, else as ``<0xNN>``.
+
+        Raises:
+            InvalidRequestError: The id is outside the vocabulary.
+        """
+        if not 0 <= token_id < BYTE_VOCAB_SIZE:
+            raise InvalidRequestError(f"The token id {token_id} is outside the vocabulary.")
+        if token_id >= BYTE_BOS_ID:
+            return SPECIAL_TOKENS[token_id - BYTE_BOS_ID]
+        character = chr(token_id)
+        printable = character.isascii() and character.isprintable()
+        return character if printable else f"<0x{token_id:02X}>"
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, object] | None = None,
+    ) -> str:
         """``<|bos|>``, then marker, content and ``<|end|>`` per message, then ``<|assistant|>``.
+
+        Args:
+            messages: Roles and texts.
+            add_generation_prompt: End with ``<|assistant|>``.
+            continue_final_message: End with the last content, without its ``<|end|>``.
+            template_kwargs: Ignored: nothing here can vary.
 
         Raises:
             InvalidRequestError: A role or content that cannot be rendered; ``param`` is
-                ``messages``.
+                ``messages``. An argument that cannot be met; ``param`` is its name.
         """
+        check_chat_arguments(add_generation_prompt, continue_final_message, template_kwargs or {})
         parts = ["<|bos|>"]
         for message in messages:
             role, content = message.get("role"), message.get("content")
@@ -96,4 +138,13 @@ class ByteTokenizer:
             if not isinstance(content, str):
                 raise InvalidRequestError("The content must be text.", param="messages")
             parts += [_MARKERS[role], content, "<|end|>"]
-        return "".join([*parts, "<|assistant|>"])
+        if continue_final_message:
+            if not messages or messages[-1].get("content") is None:
+                raise InvalidRequestError(
+                    "The last message cannot be continued: it needs text as its content.",
+                    param="continue_final_message",
+                )
+            parts.pop()
+        if add_generation_prompt:
+            parts.append("<|assistant|>")
+        return "".join(parts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import jinja2
@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerFast
 from triolet.core import Vocabulary
 from triolet.errors import InvalidRequestError, ModelLoadError
 from triolet.prompt.gguf_tokenizer import build_gguf_tokenizer, gguf_special_tokens
-from triolet.prompt.vocabulary import build_vocabulary
+from triolet.prompt.tokenizer import check_chat_arguments
+from triolet.prompt.vocabulary import build_vocabulary, library_errors_as
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -48,6 +49,8 @@ _SPECIAL_NAMES: Final = (
     "cls_token",
     "mask_token",
 )
+#: The library reads ids as unsigned 32-bit integers, and raises on others.
+MAX_ID: Final = 2**32
 
 
 @attrs.define(eq=False)
@@ -75,9 +78,6 @@ class HuggingFaceTokenizer:
             chat_template: Jinja text; ``None`` where the model has no chat.
             special_tokens: ``bos_token`` and the like, for the template to name.
             vocab_size: The width of the model's logits; see :func:`build_vocabulary`.
-
-        Raises:
-            UnsupportedModelError: The tokenizer cannot be streamed byte by byte.
         """
         # Files of encoder models ask for both, and either would change a prompt unseen.
         tokenizer.no_padding()
@@ -98,38 +98,84 @@ class HuggingFaceTokenizer:
         """Token ids of ``text``. Special tokens written out in ``text`` become their ids.
 
         Raises:
-            InvalidRequestError: ``text`` holds half of a surrogate pair, or names a token that
-                the model has no embedding for.
+            InvalidRequestError: ``text`` holds half of a surrogate pair, names a token that
+                the model has no embedding for, or breaks the tokenizer.
         """
         _check_unicode(text, param=None)
-        # The call for one text keeps the GIL to its end, the call for many gives it away.
-        (encoding,) = self._tokenizer.encode_batch_fast(
-            [text], add_special_tokens=add_special_tokens
-        )
+        with library_errors_as(
+            InvalidRequestError("The tokenizer of this model fails on this text.")
+        ):
+            # The call for one text keeps the GIL to its end, the call for many gives it away.
+            (encoding,) = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
         ids = encoding.ids
         if ids and max(ids) >= len(self.vocabulary):
             raise InvalidRequestError("The text holds a special token that this model lacks.")
         return list(ids)
 
-    def render_chat(self, messages: Sequence[Mapping[str, object]]) -> str:
-        """The prompt text of a chat, ready for the assistant's turn.
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of ``ids``, as the library decodes them.
 
-        The text already holds the special tokens it needs: encode it without adding any.
+        Raises:
+            InvalidRequestError: An id is outside the vocabulary, or the ids break the tokenizer.
+        """
+        for token_id in ids:
+            self.token_text(token_id)
+        with library_errors_as(
+            InvalidRequestError("The tokenizer of this model fails on these ids.")
+        ):
+            return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def token_text(self, token_id: int) -> str:
+        """How the vocabulary writes a token: for people, not to be joined.
+
+        Raises:
+            InvalidRequestError: The id is outside the vocabulary.
+        """
+        token = self._tokenizer.id_to_token(token_id) if 0 <= token_id < MAX_ID else None
+        if token is None or token_id >= len(self.vocabulary):
+            raise InvalidRequestError(f"The token id {token_id} is outside the vocabulary.")
+        return str(token)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt text of a chat.
+
+        The text already holds the special tokens it needs: encode it without adding any. The
+        template comes with the model and is trusted to end: its sandbox has no limit of time.
+
+        Args:
+            messages: See :meth:`triolet.prompt.tokenizer.Tokenizer.render_chat`.
+            add_generation_prompt: End with the header of the assistant's turn.
+            continue_final_message: Leave the last message open; excludes the former.
+            template_kwargs: Variables for the template.
 
         Raises:
             InvalidRequestError: There is no template, or it refused the messages; ``param`` is
-                ``messages``.
+                ``messages``. An argument cannot be met; ``param`` is its name, with
+                ``chat_template_kwargs`` for the last.
         """
         if not self.has_chat_template:
             raise InvalidRequestError(
                 "This model has no chat template; use /v1/completions.", param="messages"
             )
+        variables: dict[str, Any] = dict(template_kwargs or {})
+        check_chat_arguments(add_generation_prompt, continue_final_message, variables)
         try:
             text = self._renderer.apply_chat_template(
                 # Annotated too narrowly upstream: templates take any JSON in a message.
                 [dict(message) for message in messages],  # type: ignore[arg-type]
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **variables,
             )
         except jinja2.TemplateError as error:
             # Templates refuse on purpose through raise_exception, with a sentence for the user.
@@ -138,6 +184,12 @@ class HuggingFaceTokenizer:
                 param="messages",
             ) from error
         except Exception as error:  # a template is a program of the model's author
+            if continue_final_message and isinstance(error, ValueError):
+                raise InvalidRequestError(
+                    "The last message cannot be continued: it needs text as its content, and the"
+                    " chat template of this model has to show it unchanged.",
+                    param="continue_final_message",
+                ) from error
             raise InvalidRequestError(
                 "The chat template of this model cannot render these messages.", param="messages"
             ) from error

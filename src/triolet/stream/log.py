@@ -7,20 +7,25 @@ Rules:
 
 1. Events are numbered from 1 without gaps, in the order in which they are taken.
 2. While the newest pending event of a choice is a text delta, a further delta of that choice
-   joins it, under its number: text and ids are joined, nothing is lost. An event in flight is
-   never touched, for the reader may have written it already.
-3. So what is pending is bounded in number: per choice one delta and its finish, and the end.
+   joins it, under its number: text, ids and logprobs are joined, nothing is lost. An event in
+   flight is never touched, for the reader may have written it already.
+3. So what is pending is bounded in number: per prompt its scores, per choice one delta and its
+   finish, and the end.
    It is bounded in bytes by :mod:`triolet.stream.policy`, which pauses the engine at the
-   bound; what is appended above it is what was under way before the pause took effect.
+   bound; what is appended above it is what was under way before the pause took effect. The
+   scores of a prompt come at once and are never split: admission has to bound them.
 4. In flight still counts as undelivered: a reader stuck in a write has delivered nothing.
 5. ``Completed`` or ``Failed`` ends the log. What is appended after it is dropped: the first
    end of a request wins.
 
-Cost model, in bytes: the UTF-8 length of the text, 8 for each token id, and
-:data:`EVENT_COST_BYTES` for each event. Deltas that joined are stored just so (one byte array,
-one array of 64-bit integers), hence the figure is true for a request whose reader never comes
-back. What is in flight is an ordinary event again, whose ids are objects of their own: at worst
-five times the figure, for one batch.
+Cost model, in bytes: the UTF-8 length of the text, 8 for each token id,
+:data:`LOGPROB_COST_BYTES` for each logprob and :data:`TOP_COST_BYTES` for each entry of its
+``top``, and :data:`EVENT_COST_BYTES` for each event. Text and ids of deltas that joined are stored
+just so (one byte array, one array of 64-bit integers), hence the figure is true for a request
+whose reader never comes back. What is in flight is an ordinary event again, whose ids are
+objects of their own: at worst five times their figure, for one batch. Logprobs stay the objects
+that the engine made, pending and in flight, and are charged as such. Arrays would take an
+eighth, but the reader turns them into objects and then into JSON as large, and that counts too.
 """
 
 from __future__ import annotations
@@ -30,12 +35,22 @@ from collections import deque
 
 import attrs
 
-from triolet.output.events import ChoiceFinished, OutputEvent, TextDelta
+from triolet.core import TokenLogprobs
+from triolet.output.events import ChoiceFinished, OutputEvent, PromptScored, TextDelta
 
-#: What an event costs besides text and ids: its objects and our bookkeeping, rounded up from
-#: the 540 bytes that tracemalloc finds on CPython 3.11.
-EVENT_COST_BYTES = 640
+#: What an event costs besides text, ids and logprobs: its objects and our bookkeeping, rounded up
+#: from the 660 bytes that tracemalloc finds on CPython 3.11.
+EVENT_COST_BYTES = 672
+#: A logprob with its numbers and its place in a list, from tracemalloc (176 and 2,559 bytes with
+#: a top of 0 and 20).
+LOGPROB_COST_BYTES = 176
+#: One entry of its top: a pair, its numbers, its place in the tuple.
+TOP_COST_BYTES = 120
 _ID_COST_BYTES = 8
+
+
+def _logprobs_cost_bytes(logprobs: tuple[TokenLogprobs, ...]) -> int:
+    return sum(LOGPROB_COST_BYTES + TOP_COST_BYTES * len(scored.top) for scored in logprobs)
 
 
 @attrs.define(eq=False)
@@ -47,6 +62,7 @@ class _Entry:
     cost_bytes: int
     joined_text: bytearray = attrs.field(factory=bytearray)
     joined_ids: array[int] = attrs.field(factory=lambda: array("q"))
+    joined_logprobs: list[TokenLogprobs] = attrs.field(factory=list)
 
     def whole(self) -> OutputEvent:
         """The event with all that joined it."""
@@ -56,6 +72,7 @@ class _Entry:
                 event.choice,
                 event.text + self.joined_text.decode(),
                 event.token_ids + tuple(self.joined_ids),
+                event.logprobs + tuple(self.joined_logprobs),
             )
         return event
 
@@ -84,6 +101,9 @@ class StreamLog:
         if isinstance(event, TextDelta):
             self._append_delta(event)
             return
+        if isinstance(event, PromptScored):
+            self._number(event, EVENT_COST_BYTES + _logprobs_cost_bytes(event.logprobs))
+            return
         self._number(event, EVENT_COST_BYTES)
         if isinstance(event, ChoiceFinished):
             self._open.pop(event.choice, None)
@@ -92,13 +112,16 @@ class StreamLog:
 
     def _append_delta(self, delta: TextDelta) -> None:
         text = delta.text.encode()
-        cost_bytes = len(text) + _ID_COST_BYTES * len(delta.token_ids)
+        cost_bytes = (
+            len(text) + _ID_COST_BYTES * len(delta.token_ids) + _logprobs_cost_bytes(delta.logprobs)
+        )
         entry = self._open.get(delta.choice)
         if entry is None:
             self._open[delta.choice] = self._number(delta, EVENT_COST_BYTES + cost_bytes)
             return
         entry.joined_text += text
         entry.joined_ids.extend(delta.token_ids)
+        entry.joined_logprobs.extend(delta.logprobs)
         entry.cost_bytes += cost_bytes
         self._count(cost_bytes)
 
