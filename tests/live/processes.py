@@ -30,9 +30,9 @@ LOAD_PATIENCE_S = 240
 #: What must be back at zero once no request is left.
 HELD = (
     "triolet_requests_live",
-    "triolet_engine_requests_waiting",
-    "triolet_engine_requests_running",
-    "triolet_engine_requests_paused",
+    "triolet_engine_sequences_waiting",
+    "triolet_engine_sequences_running",
+    "triolet_engine_sequences_paused",
     "triolet_engine_kv_blocks_used",
     "triolet_engine_batch_rows_used",
 )

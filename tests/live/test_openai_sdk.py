@@ -104,6 +104,40 @@ def test_the_stream_helper(server):
 
 
 @in_a_thread
+def test_the_stream_helper_with_choices_and_logprobs(server):
+    ask = {"model": "scripted", "messages": CHAT, "n": 2, "logprobs": True, "top_logprobs": 2}
+    with synchronous(server) as client:
+        whole = client.chat.completions.create(**ask)
+        with client.chat.completions.stream(**ask) as stream:
+            kinds = {event.type for event in stream}
+            final = stream.get_final_completion()
+    assert {"content.delta", "logprobs.content.delta", "logprobs.content.done"} <= kinds
+    for streamed, said in zip(final.choices, whole.choices, strict=True):
+        assert streamed.message.content == said.message.content == SAID
+        assert streamed.logprobs.content == said.logprobs.content
+        spelled = bytes(b for token in said.logprobs.content for b in token.bytes or ())
+        assert spelled.decode() == SAID
+        assert {len(token.top_logprobs) for token in said.logprobs.content} == {2}
+    assert whole.usage.completion_tokens == 2 * (len(SAID.encode()) + 1)
+
+
+@in_a_thread
+def test_several_prompts_with_echo_and_logprobs(server):
+    ask = {"model": "scripted", "prompt": ["hi", "you"], "n": 2, "max_tokens": 2, "logprobs": 1}
+    with synchronous(server) as client:
+        whole = client.completions.create(**ask, echo=True)
+        with client.completions.create(**ask, echo=True, stream=True) as stream:
+            pieces = [choice for chunk in stream for choice in chunk.choices]
+    assert [choice.text for choice in whole.choices] == ["hiab", "hiab", "youab", "youab"]
+    for choice in whole.choices:
+        own = [piece for piece in pieces if piece.index == choice.index]
+        assert "".join(piece.text for piece in own) == choice.text
+        tokens = [token for piece in own if piece.logprobs for token in piece.logprobs.tokens]
+        assert tokens == choice.logprobs.tokens
+        assert choice.logprobs.token_logprobs[0] is None
+
+
+@in_a_thread
 def test_raw_responses_show_the_request_id(server):
     with synchronous(server) as client:
         raw = client.chat.completions.with_raw_response.create(model="scripted", messages=CHAT)

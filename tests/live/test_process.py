@@ -124,7 +124,7 @@ def test_a_client_that_does_not_read_cannot_hold_the_exit(start_scripted):
     with connect(server.address, window=2048) as client:
         client.sendall(post(STREAM))
         # Paused by its unread output: the sockets' buffers are full.
-        poll(lambda: server.held().get("triolet_engine_requests_paused"), "pause")
+        poll(lambda: server.held().get("triolet_engine_sequences_paused"), "pause")
         server.signal(signal.SIGTERM)
         started = time.monotonic()
         assert server.wait_exit() == 0

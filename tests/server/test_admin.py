@@ -142,11 +142,11 @@ async def test_a_scrape_shows_what_the_engine_holds_and_what_has_ended(mock_cloc
         response = await get(server.client, "/metrics")
         after = numbers(response)
     assert response.headers["content-type"].startswith("text/plain; version=")
-    assert during["triolet_requests_live"] == during["triolet_engine_requests_running"] == 1
+    assert during["triolet_requests_live"] == during["triolet_engine_sequences_running"] == 1
     assert during["triolet_engine_kv_blocks_used"] == during["triolet_engine_batch_rows_used"] == 1
     for gauge in (
         "triolet_requests_live",
-        "triolet_engine_requests_running",
+        "triolet_engine_sequences_running",
         "triolet_engine_kv_blocks_used",
         "triolet_engine_batch_rows_used",
     ):

@@ -216,7 +216,20 @@ CASES = [
     prompt("", "must not be empty."),
     prompt([], "must not be empty."),
     prompt(7, "must be a string or an array of token ids, not the number 7."),
-    prompt(["a", "b"], "with several prompts is not supported yet: send one per request."),
+    prompt(["a", ""], "must not be empty.", at="prompt[1]"),
+    prompt(
+        ["a", 7], "must be a string or an array of token ids, not the number 7.", at="prompt[1]"
+    ),
+    prompt(["a"] * 129, "must have at most 128 prompts, not 129."),
+    prompt([[1], [1, 262]], "is 262, outside the vocabulary of 262 ids.", at="prompt[1][1]"),
+    Bad(
+        "too many choices",
+        {"prompt": ["a"] * 33, "n": 8},
+        "`prompt` times `n` must be at most 256 choices, not 264.",
+        "n",
+        paths=(TEXT,),
+    ),
+    too_long("one of two", {"prompt": ["a", "x" * 63]}, TEXT, CONTEXT, "at least 1", "prompt[1]"),
     prompt([1, 262], "is 262, outside the vocabulary of 262 ids.", at="prompt[1]"),
     prompt([-1], "must be at least 0 and at most 2147483647, not -1.", at="prompt[0]"),
     prompt([1, 2.5], "must be an integer, not the number 2.5.", at="prompt[1]"),
@@ -281,27 +294,133 @@ CASES = [
         "X-Request-Timeout",
         headers={"x-request-timeout": "nan"},
     ),
+    # Choices.
+    field("n", 0, f"{LIMIT} 0."),
+    field("n", 1.0, "must be an integer, not the number 1.0."),
+    field("n", 17, "must be at most 16, the server's --max-n, not 17."),
+    field("n", 10**15, f"must be at most 16, the server's --max-n, not {10**15}."),
+    field(
+        "best_of",
+        2,
+        "must be `n`, which is 1, not 2: choices are not ranked here, all of them are returned.",
+    ),
+    # Stops.
+    field("stop", "", "must not be empty: every text contains the empty string."),
+    field(
+        "stop", ["a", ""], "must not be empty: every text contains the empty string.", at="stop[1]"
+    ),
+    field("stop", ["x"] * 10_000, "must have at most 32 strings, not 10000."),
+    field("stop", "x" * 1_000_000, "must have at most 1024 characters, not 1000000."),
+    # Which tokens are chosen.
+    Bad(
+        "a seed of 65 bits",
+        with_number("seed", 2**64),
+        f"`seed` must be an integer of at most 64 bits, not the number {float(2**64)}.",
+        "seed",
+    ),
+    field("min_tokens", -1, "must be at least 0, not -1."),
+    Bad(
+        "min_tokens over max_tokens",
+        {"min_tokens": 6, "max_tokens": 5},
+        "`min_tokens` must be at most 5, what `max_tokens` or the model's context allows, not 6.",
+        "min_tokens",
+    ),
+    field("min_p", 1.5, "must be at least 0 and at most 1, not 1.5."),
+    field("presence_penalty", 2.5, "must be at least -2 and at most 2, not 2.5."),
+    field("frequency_penalty", "0", "must be a number, not the string '0'."),
+    field("repetition_penalty", 0, "must be at least 0.01 and at most 100, not 0."),
+    not_json("a bias of NaN", json.dumps(GOOD)[:-1].encode() + b',"logit_bias":{"1":NaN}}'),
+    field("logit_bias", {"a": 1}, "must be an object with token ids as keys, not the string 'a'."),
+    field(
+        "logit_bias",
+        {"262": 1},
+        "is for an id outside the vocabulary of 262 ids.",
+        at="logit_bias.262",
+    ),
+    field(
+        "logit_bias",
+        {"1": 101},
+        "must be at least -100.0 and at most 100.0, not 101.",
+        at="logit_bias.1",
+    ),
+    field("allowed_token_ids", [], "must not be empty."),
+    field("allowed_token_ids", [1, 262], "has 262, outside the vocabulary of 262 ids."),
+    Bad(
+        "nothing to choose from",
+        {"allowed_token_ids": [257, 97], "min_tokens": 1, "bad_words": ["a"]},
+        "`allowed_token_ids` leaves no token to choose: `bad_words` and `min_tokens` ban all of "
+        "them.",
+        "allowed_token_ids",
+    ),
+    field("bad_words", "a", "must be an array, not the string 'a'."),
+    field("bad_words", ["a", ""], "must not be empty.", at="bad_words[1]"),
+    unsupported("typical_p", 0.5, "1"),
+    # Logprobs.
+    chat("logprobs", 5, "must be true or false, not the number 5."),
+    field("logprobs", value=True, sentence="must be an integer, not true.", paths=(TEXT,)),
+    field("logprobs", -1, "must be at least 0, not -1.", paths=(TEXT,)),
+    field(
+        "logprobs", 21, "must be at most 20, the server's --max-logprobs, not 21.", paths=(TEXT,)
+    ),
+    chat("top_logprobs", 2, "is only allowed with `logprobs` set to true."),
+    Bad(
+        "top_logprobs over the limit",
+        {"logprobs": True, "top_logprobs": 21},
+        "`top_logprobs` must be at most 20, the server's --max-logprobs, not 21.",
+        "top_logprobs",
+        paths=(CHAT,),
+    ),
+    unsupported("top_logprobs", 2, "0", paths=(TEXT,)),
+    field("prompt_logprobs", 21, "must be at most 20, the server's --max-logprobs, not 21."),
+    field("prompt_logprobs", -1, "must be at least 0, not -1."),
+    field("echo", "yes", "must be true or false, not the string 'yes'.", paths=(TEXT,)),
+    unsupported("echo", "yes", "false", paths=(CHAT,)),
+    *(
+        Bad(
+            f"many numbers by {param}",
+            {"prompt": [[1] * 7, [1] * 8], "echo": True, param: 5},
+            f"`{param}` asks for 90 numbers about the prompt, and 80 are the most: ask for fewer, "
+            "or send a shorter prompt.",
+            param,
+            paths=(TEXT,),
+        )
+        for param in ("logprobs", "prompt_logprobs")
+    ),
+    # The chat template.
+    Bad(
+        "both turns",
+        {"add_generation_prompt": True, "continue_final_message": True},
+        "The last message cannot be continued and followed by a new turn: set "
+        "add_generation_prompt to false.",
+        "continue_final_message",
+        paths=(CHAT,),
+    ),
+    Bad(
+        "a template in disguise",
+        {"chat_template_kwargs": {"chat_template": "{{ x }}"}},
+        "chat_template cannot be set through chat_template_kwargs.",
+        "chat_template_kwargs",
+        paths=(CHAT,),
+    ),
+    chat(
+        "chat_template_kwargs",
+        {"x": "y" * 20_000},
+        "must have at most 16384 bytes, not 20008.",
+    ),
     # Known, would change the result, not there yet.
-    unsupported("n", 2, "1"),
-    unsupported("logprobs", 5, "false"),
-    unsupported("top_logprobs", 2, "0"),
-    unsupported("logit_bias", {"1": 5}, "{}"),
-    unsupported("presence_penalty", 0.5, "0"),
-    unsupported("frequency_penalty", 0.5, "0"),
-    unsupported("min_p", 0.1, "0"),
-    unsupported("best_of", 2, "1"),
     unsupported("response_format", {"type": "json_object"}, '{"type":"text"}'),
     unsupported("guided_json", {}),
     unsupported("tools", [{"type": "function", "function": {"name": "f"}}], "[]", paths=(CHAT,)),
     unsupported("reasoning_effort", "low", paths=(CHAT,)),
     unsupported("chat_template", "{{ x }}", paths=(CHAT,)),
     unsupported("suffix", "x", '""', paths=(TEXT,)),
-    unsupported("echo", "yes", "false"),
 ]
 
 
 @pytest.fixture
-def served():
+def served(monkeypatch):
+    # Few enough that a body of this file can ask for more.
+    monkeypatch.setattr("triolet.server.translate.MAX_PROMPT_SCORES", 80)
     return serve_script(ScriptedBackend(say("well"), max_model_len=CONTEXT))
 
 
@@ -352,7 +471,7 @@ async def test_a_refused_method_says_which_is_allowed(autojump_clock, served):
 async def test_unknown_fields_and_odd_spellings_are_accepted(
     autojump_clock, served, path, declared
 ):
-    body = {**GOOD, "frobnicate": {"a": [1]}, "n": 1.0, "stop": None, "temperature": 2}
+    body = {**GOOD, "frobnicate": {"a": [1]}, "n": 1, "stop": None, "temperature": 2}
     async with open_server(served) as server:
         response = await server.client.request(
             "POST", path, json_body=body, headers={"content-type": declared}
@@ -388,3 +507,25 @@ async def test_a_prompt_that_cannot_fit_is_refused_without_tokenizing_it(monkeyp
     assert (response.status, response.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert response.json()["error"]["param"] == "prompt"
     assert calls == []
+
+
+async def test_template_arguments_nested_beyond_the_writers_depth_are_a_400(autojump_clock):
+    nested = []
+    for _ in range(300):
+        nested = [nested]
+    messages = [{"role": "user", "content": "hi"}]
+    kwargs = {"x": nested}
+    body = {"model": "scripted", "messages": messages, "chat_template_kwargs": kwargs}
+    async with open_server() as server:
+        response = await server.client.request("POST", "/v1/chat/completions", json_body=body)
+    assert response.status == 400
+    assert response.json()["error"]["param"] == "chat_template_kwargs"
+
+
+async def test_more_prompts_than_the_server_ever_takes_are_no_matter_of_waiting(autojump_clock):
+    config = Config(max_num_seqs=1, max_num_queued_reqs=1)
+    body = {"model": "scripted", "prompt": ["a", "b", "c"]}
+    async with open_server(config=config) as server:
+        response = await server.client.request("POST", "/v1/completions", json_body=body)
+        assert held(server) == (0, 0, 0)
+    assert (response.status, response.json()["error"]["param"]) == (400, "prompt")

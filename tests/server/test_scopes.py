@@ -318,7 +318,7 @@ async def test_a_backend_that_refuses_a_request_leaves_nothing_of_it(autojump_cl
     request = EngineRequest(RequestId("a"), (1,), SamplingParams(max_tokens=1))
     async with open_server(serve_script(ScriptedBackend(scripts))) as server:
         with pytest.raises(LookupError), server.runtime.arrive(request.id) as arrival:
-            arrival.admit(request, TextOptions(), timeout_s=1)
+            arrival.admit((request,), TextOptions(), timeout_s=1)
         assert held(server) == (0, 0, 0)
         assert outcomes() == ["failed"]
 

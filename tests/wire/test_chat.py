@@ -9,13 +9,13 @@ from triolet.wire.chat import (
     MAX_MESSAGES,
     MAX_PARTICIPANT_CHARACTERS,
     MAX_PARTS,
-    ChatChunks,
+    MAX_TEMPLATE_KWARGS_BYTES,
     ChatRequest,
-    chat_choice,
-    chat_completion,
 )
+from triolet.wire.chat_reply import ChatBodies
 from triolet.wire.codec import decode_request, encode
 from triolet.wire.common import usage_body
+from triolet.wire.said import Said
 
 HELLO = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -43,7 +43,7 @@ def test_messages_are_available_as_a_template_expects_them():
             {"role": "assistant", "content": ""},
         ]
     )
-    assert request.template_messages() == [
+    assert [message.for_template() for message in request.messages] == [
         {"role": "system", "content": "be brief"},
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "hi", "name": "ann"},
@@ -133,27 +133,14 @@ def test_a_message_with_tool_calls_is_refused_for_them_and_not_for_its_missing_c
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
-        ("n", True),
-        ("n", 0),
         ("best_of", 2),
-        ("logprobs", True),
-        ("top_logprobs", 2),
-        ("prompt_logprobs", 0),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
         ("functions", [{}]),
         ("function_call", {"name": "f"}),
         ("response_format", {"type": "json_object"}),
         ("response_format", {"type": "text", "schema": {}}),
-        ("presence_penalty", 0.1),
-        ("frequency_penalty", -1),
-        ("repetition_penalty", 1.1),
-        ("logit_bias", {"50256": -100}),
-        ("min_p", 0.1),
         ("typical_p", 0.9),
-        ("min_tokens", 1),
-        ("bad_words", ["x"]),
         ("allowed_token_ids", []),
         ("echo", True),
         ("audio", {}),
@@ -164,17 +151,12 @@ def test_a_message_with_tool_calls_is_refused_for_them_and_not_for_its_missing_c
         ("structured_outputs", {}),
         ("guided_json", {}),
         ("guided_regex", ""),
-        ("return_token_ids", True),
         ("chat_template", ""),
         ("chat_template", "{{ 7 * 7 }}"),
-        ("chat_template_kwargs", {"enable_thinking": False}),
-        ("add_generation_prompt", False),
-        ("continue_final_message", True),
         ("use_beam_search", True),
         ("length_penalty", 2),
         ("priority", 1),
         ("store", True),
-        ("n", float("1e300")),
     ],
 )
 def test_a_field_that_would_change_the_result_is_refused(name, value):
@@ -188,7 +170,7 @@ def test_a_refused_field_with_a_value_that_changes_nothing_is_accepted(name):
 
 
 def test_a_neutral_number_may_be_written_either_way():
-    assert decode(presence_penalty=0.0, repetition_penalty=1.0, n=1.0) == decode()
+    assert decode(length_penalty=1.0, priority=0.0) == decode()
 
 
 def test_what_cannot_change_the_result_is_accepted():
@@ -206,6 +188,49 @@ def test_what_cannot_change_the_result_is_accepted():
     assert dict(request.metadata) == {"team": "a"}
 
 
+def test_logprobs_are_a_switch_and_a_count():
+    assert decode().output_logprobs is None
+    assert decode(logprobs=False, top_logprobs=0).output_logprobs is None
+    assert decode(logprobs=True).output_logprobs == 0
+    assert decode(logprobs=True, top_logprobs=20).output_logprobs == 20
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": 5}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": True}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+    ],
+)
+def test_logprobs_that_do_not_fit_together_are_refused(fields, param):
+    assert refused(**fields) == param
+
+
+def test_template_variables_are_an_object():
+    kwargs = {"enable_thinking": False, "documents_": [{"a": 1}]}
+    assert dict(decode(chat_template_kwargs=kwargs).chat_template_kwargs) == kwargs
+    assert dict(decode().chat_template_kwargs) == {}
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        [],
+        "x",
+        {"": 1},
+        {"two words": 1},
+        {"a-b": 1},
+        {"x": "y" * MAX_TEMPLATE_KWARGS_BYTES},
+        {f"k{number}": 1 for number in range(MAX_TEMPLATE_KWARGS_BYTES)},
+    ],
+)
+def test_template_variables_are_few_and_have_names(kwargs):
+    assert refused(chat_template_kwargs=kwargs) == "chat_template_kwargs"
+
+
 def test_both_names_of_the_token_limit_mean_the_same():
     assert decode().token_limit is None
     assert decode(max_tokens=3).token_limit == 3
@@ -219,22 +244,22 @@ def test_a_request_does_not_show_its_messages_in_a_log_line():
     assert "secret" not in repr(decode(messages=message(content="secret")))
 
 
-CHUNKS = ChatChunks("chatcmpl-1", 1764432000, "m")
+BODIES = ChatBodies("chatcmpl-1", 1764432000, "m")
 
 
 def test_a_text_chunk_has_every_field_that_strict_clients_ask_for():
-    assert encode(CHUNKS.text(0, "Hel", first=True)) == (
+    assert encode(BODIES.chunk(Said(0, "Hel", first=True))) == (
         b'{"id":"chatcmpl-1","object":"chat.completion.chunk","created":1764432000,"model":"m",'
         b'"system_fingerprint":null,"choices":[{"index":0,"delta":{"role":"assistant",'
         b'"content":"Hel"},"logprobs":null,"finish_reason":null}]}'
     )
-    assert CHUNKS.text(1, "lo")["choices"] == [
+    assert BODIES.chunk(Said(1, "lo"))["choices"] == [
         {"index": 1, "delta": {"content": "lo"}, "logprobs": None, "finish_reason": None}
     ]
 
 
 def test_a_finish_chunk_carries_the_last_text_and_what_stopped_it():
-    chunk = CHUNKS.finish(0, FinishReason.STOP, "END", text="lo")
+    chunk = BODIES.chunk(Said(0, "lo", reason=FinishReason.STOP, stop_reason="END"))
     assert chunk["choices"] == [
         {
             "index": 0,
@@ -244,30 +269,44 @@ def test_a_finish_chunk_carries_the_last_text_and_what_stopped_it():
             "stop_reason": "END",
         }
     ]
-    assert CHUNKS.finish(0, FinishReason.LENGTH)["choices"][0]["delta"] == {}
-    assert CHUNKS.finish(0, FinishReason.LENGTH)["choices"][0]["stop_reason"] is None
+    (bare,) = BODIES.chunk(Said(0, reason=FinishReason.LENGTH))["choices"]
+    assert bare["delta"] == {}
+    assert bare["stop_reason"] is None
 
 
 def test_a_choice_without_text_has_its_role_in_the_finish_chunk():
-    chunk = CHUNKS.finish(0, FinishReason.STOP, first=True)
+    chunk = BODIES.chunk(Said(0, reason=FinishReason.STOP, first=True))
     assert chunk["choices"][0]["delta"] == {"role": "assistant"}
+
+
+def test_a_choice_is_opened_by_its_role():
+    assert BODIES.opening(1)["choices"] == [
+        {
+            "index": 1,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+    ]
 
 
 def test_usage_is_in_every_chunk_if_asked_for_and_in_none_otherwise():
     usage = usage_body(3, 2)
-    asked = ChatChunks("chatcmpl-1", 1764432000, "m", include_usage=True)
-    assert "usage" not in CHUNKS.text(0, "x")
-    assert "usage" not in CHUNKS.finish(0, FinishReason.STOP)
-    assert asked.text(0, "x")["usage"] is None
-    assert asked.finish(0, FinishReason.STOP)["usage"] is None
-    assert asked.text(0, "x", running=usage)["usage"] == usage
-    assert CHUNKS.text(0, "x", running=usage)["usage"] == usage
+    text, finish = Said(0, "x"), Said(0, reason=FinishReason.STOP)
+    asked = ChatBodies("chatcmpl-1", 1764432000, "m", include_usage=True)
+    assert "usage" not in BODIES.chunk(text)
+    assert "usage" not in BODIES.chunk(finish)
+    assert asked.chunk(text)["usage"] is None
+    assert asked.chunk(finish)["usage"] is None
+    assert asked.opening(0)["usage"] is None
+    assert asked.chunk(text, usage)["usage"] == usage
+    assert BODIES.chunk(text, usage)["usage"] == usage
 
 
 def test_only_the_usage_chunk_has_no_choices():
     usage = usage_body(3, 2, cached_tokens=1)
-    assert CHUNKS.usage(usage)["choices"] == []
-    assert CHUNKS.usage(usage)["usage"] == {
+    assert BODIES.usage(usage)["choices"] == []
+    assert BODIES.usage(usage)["usage"] == {
         "prompt_tokens": 3,
         "completion_tokens": 2,
         "total_tokens": 5,
@@ -276,10 +315,22 @@ def test_only_the_usage_chunk_has_no_choices():
     }
 
 
+def test_extensions_stand_at_the_top_and_in_the_choice_but_never_in_the_delta():
+    told = {"prompt_token_ids": [7], "prompt_logprobs": [None]}
+    said = Said(0, "x", token_ids=(1, 2), first=True, prompt=told)
+    chunk = BODIES.chunk(said)
+    assert chunk["prompt_token_ids"] == [7]
+    assert chunk["prompt_logprobs"] == [None]
+    assert chunk["choices"][0]["token_ids"] == [1, 2]
+    assert set(chunk["choices"][0]["delta"]) == {"role", "content"}
+    whole = BODIES.whole([said], usage_body(1, 2))
+    assert whole["prompt_token_ids"] == [7]
+    assert whole["choices"][0]["token_ids"] == [1, 2]
+
+
 def test_a_whole_response():
-    choice = chat_choice(0, "Hello", FinishReason.STOP, 7)
-    body = chat_completion("chatcmpl-1", 1764432000, "m", [choice], usage_body(3, 2))
-    assert orjson.loads(encode(body)) == {
+    said = Said(0, "Hello", reason=FinishReason.STOP, stop_reason=7)
+    assert orjson.loads(encode(BODIES.whole([said], usage_body(3, 2)))) == {
         "id": "chatcmpl-1",
         "object": "chat.completion",
         "created": 1764432000,

@@ -6,14 +6,11 @@ import pytest
 from triolet.core import FinishReason
 from triolet.errors import InvalidRequestError
 from triolet.wire.codec import decode_request, encode
-from triolet.wire.common import MAX_TOKEN_ID, usage_body
-from triolet.wire.completions import (
-    MAX_PROMPT_IDS,
-    CompletionChunks,
-    CompletionRequest,
-    completion,
-    completion_choice,
-)
+from triolet.wire.common import usage_body
+from triolet.wire.completion_reply import CompletionBodies
+from triolet.wire.completions import MAX_PROMPT_IDS, MAX_PROMPTS, CompletionRequest
+from triolet.wire.said import Said
+from triolet.wire.sampling import MAX_TOKEN_ID
 
 
 def decode(**fields):
@@ -29,14 +26,18 @@ def refused(**fields):
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [
-        ("once", "once"),
-        (["once"], "once"),
-        ([1, 2], (1, 2)),
-        ([[1, 2]], (1, 2)),
-        ([0, MAX_TOKEN_ID], (0, MAX_TOKEN_ID)),
+        ("once", ("once",)),
+        (["once"], ("once",)),
+        (["once", "upon"], ("once", "upon")),
+        ([1, 2], ((1, 2),)),
+        ([[1, 2]], ((1, 2),)),
+        ([[1, 2], [3]], ((1, 2), (3,))),
+        (["once", [1, 2]], ("once", (1, 2))),
+        ([0, MAX_TOKEN_ID], ((0, MAX_TOKEN_ID),)),
+        (["x"] * MAX_PROMPTS, ("x",) * MAX_PROMPTS),
     ],
 )
-def test_a_prompt_is_text_or_ids_alone_or_wrapped_in_an_array(prompt, expected):
+def test_prompts_are_texts_or_ids_one_or_several(prompt, expected):
     assert decode(prompt=prompt).prompt == expected
 
 
@@ -49,9 +50,11 @@ def test_a_prompt_is_text_or_ids_alone_or_wrapped_in_an_array(prompt, expected):
         (5, "prompt"),
         ({}, "prompt"),
         ([""], "prompt[0]"),
+        (["once", ""], "prompt[1]"),
         ([[]], "prompt[0]"),
-        (["one", "two"], "prompt"),
-        ([[1], [2]], "prompt"),
+        (["once", 1], "prompt[1]"),
+        (["x"] * (MAX_PROMPTS + 1), "prompt"),
+        ([[1]] * 100_000, "prompt"),
         ([1, -1], "prompt[1]"),
         ([1, MAX_TOKEN_ID + 1], "prompt[1]"),
         ([1, True], "prompt[1]"),
@@ -60,6 +63,7 @@ def test_a_prompt_is_text_or_ids_alone_or_wrapped_in_an_array(prompt, expected):
         ([True], "prompt[0]"),
         ([None], "prompt[0]"),
         ([{}], "prompt[0]"),
+        ([[1], [1, -1]], "prompt[1][1]"),
         ([[[1]]], "prompt[0][0]"),
         ([["a"]], "prompt[0][0]"),
     ],
@@ -70,13 +74,28 @@ def test_another_prompt_is_refused(prompt, param):
 
 @pytest.mark.slow
 def test_the_number_of_ids_is_bounded():
-    assert len(decode(prompt=[7] * MAX_PROMPT_IDS).prompt) == MAX_PROMPT_IDS
+    assert len(decode(prompt=[7] * MAX_PROMPT_IDS).prompt[0]) == MAX_PROMPT_IDS
     assert refused(prompt=[7] * (MAX_PROMPT_IDS + 1)) == "prompt"
+    half = [7] * (MAX_PROMPT_IDS // 2)
+    assert refused(prompt=[half, half, [7]]) == "prompt"
+
+
+def test_logprobs_are_a_count_or_none():
+    assert decode().output_logprobs is None
+    assert decode(logprobs=None).output_logprobs is None
+    assert decode(logprobs=False).output_logprobs is None
+    assert decode(logprobs=0).output_logprobs == 0
+    assert decode(logprobs=5).output_logprobs == 5
+
+
+@pytest.mark.parametrize("value", [True, -1, 1.0, "5"])
+def test_logprobs_without_a_count_are_refused(value):
+    assert refused(logprobs=value) == "logprobs"
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("suffix", "end"), ("echo", True), ("best_of", 2), ("logprobs", 0), ("logprobs", 5)],
+    [("suffix", "end"), ("best_of", 2), ("top_logprobs", 1), ("echo", "yes")],
 )
 def test_a_field_that_would_change_the_result_is_refused(name, value):
     assert refused(**{name: value}) == name
@@ -98,13 +117,13 @@ def test_a_request_does_not_show_its_prompt_in_a_log_line():
 
 
 def test_a_stream_of_chunks():
-    chunks = CompletionChunks("cmpl-1", 1764432000, "m")
-    assert encode(chunks.text(0, "Hel", first=True)) == (
+    bodies = CompletionBodies("cmpl-1", 1764432000, "m")
+    assert encode(bodies.chunk(Said(0, "Hel", first=True))) == (
         b'{"id":"cmpl-1","object":"text_completion","created":1764432000,"model":"m",'
         b'"system_fingerprint":null,"choices":[{"index":0,"text":"Hel","logprobs":null,'
         b'"finish_reason":null}]}'
     )
-    assert chunks.finish(0, FinishReason.LENGTH, text="lo")["choices"] == [
+    assert bodies.chunk(Said(0, "lo", reason=FinishReason.LENGTH))["choices"] == [
         {
             "index": 0,
             "text": "lo",
@@ -113,16 +132,28 @@ def test_a_stream_of_chunks():
             "stop_reason": None,
         }
     ]
-    assert chunks.usage(usage_body(3, 2))["choices"] == []
-    assert "usage" not in chunks.text(0, "x")
-    asked = CompletionChunks("cmpl-1", 1764432000, "m", include_usage=True)
-    assert asked.text(0, "x")["usage"] is None
-    assert asked.text(0, "x", running=usage_body(3, 1))["usage"] == usage_body(3, 1)
+    assert bodies.usage(usage_body(3, 2))["choices"] == []
+    assert "usage" not in bodies.chunk(Said(0, "x"))
+    asked = CompletionBodies("cmpl-1", 1764432000, "m", include_usage=True)
+    assert asked.chunk(Said(0, "x"))["usage"] is None
+    assert asked.chunk(Said(0, "x"), usage_body(3, 1))["usage"] == usage_body(3, 1)
+
+
+def test_each_choice_tells_of_its_prompt():
+    bodies = CompletionBodies("cmpl-1", 1764432000, "m")
+    told = {"prompt_token_ids": [7], "prompt_logprobs": [None]}
+    said = Said(3, "x", token_ids=(1, 2), first=True, prompt=told)
+    for body in (bodies.chunk(said), bodies.whole([said], usage_body(1, 2))):
+        (choice,) = body["choices"]
+        assert choice["token_ids"] == [1, 2]
+        assert choice["prompt_token_ids"] == [7]
+        assert choice["prompt_logprobs"] == [None]
 
 
 def test_a_whole_response():
-    choice = completion_choice(0, "Hello", FinishReason.STOP, "END")
-    assert completion("cmpl-1", 1764432000, "m", [choice], usage_body(3, 2)) == {
+    bodies = CompletionBodies("cmpl-1", 1764432000, "m")
+    said = Said(0, "Hello", reason=FinishReason.STOP, stop_reason="END")
+    assert bodies.whole([said], usage_body(3, 2)) == {
         "id": "cmpl-1",
         "object": "text_completion",
         "created": 1764432000,

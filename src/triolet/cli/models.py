@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from triolet.cli.generation_config import default_sampling
 from triolet.core import ModelInfo
 from triolet.errors import ModelLoadError, StartupError
 from triolet.runtime.bridge import EngineThread
@@ -106,6 +107,7 @@ def _local(config: Config) -> Served:
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=config.block_size,
         kv_cache_bytes=config.kv_cache_memory,
+        max_logprobs=config.max_logprobs,
     )
     loaded = load_engine(
         source,
@@ -123,6 +125,7 @@ def _local(config: Config) -> Served:
         )
     else:
         tokenizer = load_tokenizer(config.tokenizer, vocab_size=weights.vocab_size)
+    own = weights.model.generation_config if config.generation_config == "auto" else None
     return Served(
         info=ModelInfo(
             names=config.served_model_name or (name or source,),
@@ -133,6 +136,7 @@ def _local(config: Config) -> Served:
             architecture=weights.architecture,
             dtype=weights.dtype,
             device=weights.device,
+            default_sampling=default_sampling({} if own is None else own.to_diff_dict()),
         ),
         tokenizer=tokenizer,
         backend=EngineThread(loaded.engine),

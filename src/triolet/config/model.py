@@ -147,6 +147,12 @@ class Config:
         default_text="random",
         aliases=("--default-seed",),
     )
+    generation_config: str = setting(
+        "auto",
+        choice("auto", "none", also={"vllm": "none"}),
+        MODEL,
+        help="Whose defaults a request gets: the model's own, or OpenAI's.",
+    )
 
     threads: int = setting(
         _other_cores,
@@ -188,6 +194,18 @@ class Config:
         whole(least=0),
         ENGINE,
         help="Most requests that wait for the engine; the next one is answered 429.",
+    )
+
+    # More choices or logprobs than OpenAI gives (128 and 20) help nobody; each choice takes a row
+    # of the batch, and each logprob 120 bytes of memory here and as many on the wire.
+    max_n: int = setting(
+        16, whole(most=128), ENGINE, help="Most choices of one prompt that a request may ask for."
+    )
+    max_logprobs: int = setting(
+        20,
+        whole(least=0, most=1000),
+        ENGINE,
+        help="Most likely tokens that a request may see the logprobs of, per token.",
     )
 
     host: str = setting(

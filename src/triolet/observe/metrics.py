@@ -108,9 +108,12 @@ class Metrics:
 
 
 _GAUGES = {
-    "waiting": ("triolet_engine_requests_waiting", "Requests that wait for a row."),
-    "running": ("triolet_engine_requests_running", "Requests that the engine computes."),
-    "paused": ("triolet_engine_requests_paused", "Requests paused because their client lags."),
+    "waiting": (
+        "triolet_engine_sequences_waiting",
+        "Sequences, one per choice, that wait for a row.",
+    ),
+    "running": ("triolet_engine_sequences_running", "Sequences that the engine computes."),
+    "paused": ("triolet_engine_sequences_paused", "Sequences paused because their client lags."),
     "used_blocks": ("triolet_engine_kv_blocks_used", "KV cache blocks in use."),
     "total_blocks": ("triolet_engine_kv_blocks", "KV cache blocks there are."),
     "used_rows": ("triolet_engine_batch_rows_used", "Rows of the batch in use."),
@@ -118,7 +121,7 @@ _GAUGES = {
 }
 _COUNTERS = {
     "steps": ("triolet_engine_steps", "Engine steps."),
-    "preemptions": ("triolet_engine_preemptions", "Requests set back for want of KV blocks."),
+    "preemptions": ("triolet_engine_preemptions", "Sequences set back for want of KV blocks."),
     "late_aborts": ("triolet_engine_late_aborts", "Aborts of requests no longer held: no-ops."),
     "prompt_tokens": ("triolet_engine_prompt_tokens", "Prompt tokens of scheduled requests."),
     "output_tokens": ("triolet_engine_output_tokens", "Tokens sampled."),

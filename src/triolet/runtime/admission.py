@@ -25,23 +25,23 @@ class Admission:
         factory=lambda: deque[float](maxlen=RATE_WINDOW_REQUESTS), init=False
     )
 
-    def enter(self, now_s: float) -> None:
-        """Count one more request.
+    def enter(self, now_s: float, places: int = 1) -> None:
+        """Count one more request, or so many.
 
         Raises:
             QueueFullError: As many are live as may be; says when to come back.
         """
-        if self.live >= self.max_live:
+        if self.live + places > self.max_live:
             raise QueueFullError(
                 f"The server holds {self.live} requests and takes no more for now; "
                 "try again after the time in Retry-After.",
                 retry_after_s=self.retry_after_s(now_s),
             )
-        self.live += 1
+        self.live += places
 
-    def leave(self, now_s: float) -> None:
-        """Count one request less."""
-        self.live -= 1
+    def leave(self, now_s: float, places: int = 1) -> None:
+        """Count one request less, or so many."""
+        self.live -= places
         self._ended_s.append(now_s)
 
     def retry_after_s(self, now_s: float) -> float:

@@ -29,7 +29,12 @@ class Places(Protocol):
     """Who gives out places: :class:`triolet.runtime.lifecycle.Runtime`."""
 
     def admit(
-        self, arrival: Arrival, request: EngineRequest, text: TextOptions, *, timeout_s: float
+        self,
+        arrival: Arrival,
+        requests: tuple[EngineRequest, ...],
+        text: TextOptions,
+        *,
+        timeout_s: float,
     ) -> RequestHandle:
         """Make a live request of an arrival."""
 
@@ -50,19 +55,19 @@ class Arrival:
     _open: bool = attrs.field(default=True, init=False)
 
     def admit(
-        self, request: EngineRequest, text: TextOptions, *, timeout_s: float
+        self, requests: tuple[EngineRequest, ...], text: TextOptions, *, timeout_s: float
     ) -> RequestHandle:
         """Become a live request, which takes over the place.
 
         Args:
-            request: What the engine gets.
+            requests: What the engine gets: one for each prompt.
             text: What the output path gets.
             timeout_s: Seconds the request may take in all, counted from its arrival.
 
         Raises:
             CapacityError: The server has begun to drain, or the engine is down.
         """
-        handle = self._runtime.admit(self, request, text, timeout_s=timeout_s)
+        handle = self._runtime.admit(self, requests, text, timeout_s=timeout_s)
         self._open = False
         return handle
 

@@ -26,6 +26,7 @@ from triolet.errors import (
     DrainingError,
     EngineDownError,
     EngineError,
+    InvalidRequestError,
     NotReadyError,
 )
 from triolet.observe.logs import REQUEST_LOGGER
@@ -83,6 +84,8 @@ class TextOptions:
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    #: Output tokens that a choice has before a stop string can end it.
+    min_tokens: int = 0
 
 
 @attrs.define(eq=False)
@@ -208,8 +211,8 @@ class Runtime:
             logger.exception("the engine died")
             self.failure = error
             down = _engine_down()
-            for handle in tuple(self._handles.values()):
-                handle.fail(down)
+            for engine_id, handle in tuple(self._handles.items()):
+                handle.fail(down, engine_id)
             self.drain()
 
     async def _pump(self, steps: trio.MemoryReceiveChannel[StepResult]) -> None:
@@ -223,7 +226,7 @@ class Runtime:
                     handle.feed(tokens, step.sampled_ns)
             for failure in step.failures:
                 if handle := self._handles.get(failure.request_id):
-                    handle.fail(EngineError(failure.message))
+                    handle.fail(EngineError(failure.message), failure.request_id)
 
     # What the server's routes ask for.
 
@@ -278,40 +281,59 @@ class Runtime:
         return arrival
 
     def admit(
-        self, arrival: Arrival, request: EngineRequest, text: TextOptions, *, timeout_s: float
+        self,
+        arrival: Arrival,
+        requests: tuple[EngineRequest, ...],
+        text: TextOptions,
+        *,
+        timeout_s: float,
     ) -> RequestHandle:
         """See :meth:`triolet.runtime.arrival.Arrival.admit`. No await from start to end."""
         served = self.served
         assert self._requests is not None  # noqa: S101 - READY means the nursery is open
         handle = RequestHandle(
-            id=request.id,
+            id=RequestId(requests[0].id.removesuffix(":0")),
+            engine_ids=tuple(request.id for request in requests),
             backend=served.backend,
             output=RequestOutput(
                 vocabulary=served.tokenizer.vocabulary,
-                prompt_tokens=len(request.prompt_ids),
+                prompt_tokens=tuple(len(request.prompt_ids) for request in requests),
+                prompt_ids=tuple(request.prompt_ids for request in requests),
+                n=requests[0].n,
                 stops=text.stops,
                 include_stop=text.include_stop,
                 skip_special_tokens=text.skip_special_tokens,
+                min_tokens=text.min_tokens,
             ),
             max_undelivered_bytes=self.max_undelivered_bytes,
             on_end=self._request_ended,
             received_ns=arrival.received_ns,
         )
         handle.scope.deadline = min(arrival.deadline_s, arrival.arrived_s + timeout_s)
-        served.backend.submit(request)
-        self._requests.start_soon(handle.run, name=f"request {request.id}")
-        self._handles[request.id] = handle
+        if len(requests) > self.max_live_requests:
+            raise InvalidRequestError(
+                f"This server takes {self.max_live_requests} prompts at once, and the request has "
+                f"{len(requests)}: send them apart.",
+                param="prompt",
+            )
+        # Each further prompt is a request of its own to the engine, so it takes a place too.
+        self._admission.enter(trio.current_time(), len(requests) - 1)
+        for request in requests:
+            served.backend.submit(request)
+            self._handles[request.id] = handle
+        self._requests.start_soon(handle.run, name=f"request {handle.id}")
         return handle
 
-    def _request_ended(self, record: RequestRecord) -> None:
-        del self._handles[record.id]
+    def _request_ended(self, handle: RequestHandle, record: RequestRecord) -> None:
+        for engine_id in handle.engine_ids:
+            del self._handles[engine_id]
         if self._draining.is_set() and not self._handles:
             self._idle.set()
-        self.left(record)
+        self.left(record, places=len(handle.engine_ids))
 
-    def left(self, record: RequestRecord) -> None:
-        """A request, live or not yet, gives its place back."""
-        self._admission.leave(trio.current_time())
+    def left(self, record: RequestRecord, *, places: int = 1) -> None:
+        """A request, live or not yet, gives its place back, or one for each of its prompts."""
+        self._admission.leave(trio.current_time(), places)
         self._write(record)
 
     def _write(self, record: RequestRecord) -> None:

@@ -56,19 +56,20 @@ class RequestHandle:
     """The scope of one live request and the one cause of its end."""
 
     id: RequestId
+    #: The engine's request for each prompt.
+    engine_ids: tuple[RequestId, ...]
     _backend: Backend = attrs.field(repr=False)
     _output: RequestOutput = attrs.field(repr=False)
     #: Bytes of undelivered output at which the request is paused.
     _max_undelivered_bytes: int
     #: Called once, with the record, when the request has ended.
-    _on_end: Callable[[RequestRecord], None] = attrs.field(repr=False)
+    _on_end: Callable[[RequestHandle, RequestRecord], None] = attrs.field(repr=False)
     _received_ns: int
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope, repr=False)
     record: RequestRecord | None = attrs.field(default=None, init=False)
     _hub: StreamHub = attrs.field(factory=StreamHub, init=False, repr=False)
     _cause: CancelCause | None = attrs.field(default=None, init=False)
     _failure: TrioletError | None = attrs.field(default=None, init=False)
-    _in_engine: bool = attrs.field(default=True, init=False)
     _paused: bool = attrs.field(default=False, init=False)
     _ended: trio.Event = attrs.field(factory=trio.Event, init=False, repr=False)
     _admitted_ns: int = attrs.field(factory=time.monotonic_ns, init=False)
@@ -110,15 +111,13 @@ class RequestHandle:
 
     def feed(self, tokens: TokenOutput, sampled_ns: int) -> None:
         """Turn one step's tokens into events. An exception here is this request's own."""
-        if tokens.finish is not None:
-            self._in_engine = False
-        if self._cause is not None or self._output.ended:
-            return
+        if self._cause is not None or self.record is not None:
+            return  # the first cause has won; the scope is on its way out
         if tokens.token_ids:
             self._first_token_ns = self._first_token_ns or sampled_ns
             self._last_token_ns = sampled_ns
         try:
-            events = self._output.feed(tokens)
+            events = self._output.feed(tokens, self.engine_ids.index(tokens.request_id))
         except Exception as error:
             logger.exception("request %s: output processing failed", self.id)
             self._failure = (
@@ -129,15 +128,16 @@ class RequestHandle:
             events = self._output.fail(self._failure)
         self._append(events)
 
-    def fail(self, error: TrioletError) -> None:
-        """The engine cannot go on with the request, and holds it no more."""
-        self._in_engine = False
+    def fail(self, error: TrioletError, engine_id: RequestId) -> None:
+        """The engine cannot go on with one of the prompts, and holds it no more."""
+        self._output.left_engine(self.engine_ids.index(engine_id))
         if self._cause is None and not self._output.ended:
             self._failure = error
             self._append(self._output.fail(error))
 
     def _append(self, events: Iterable[OutputEvent]) -> None:
         self._hub.append(events)
+        self._abort(self._output.prompts_to_abort)
         if self._output.ended:
             self._end()
         else:
@@ -145,7 +145,7 @@ class RequestHandle:
 
     def _balance(self) -> None:
         """Pause or resume by what the reader has left undelivered."""
-        if not self._in_engine or self.record is not None:
+        if self.record is not None:
             return
         match decide(
             undelivered_bytes=self._hub.log.undelivered_bytes,
@@ -154,10 +154,12 @@ class RequestHandle:
         ):
             case Decision.PAUSE:
                 self._paused = True
-                self._backend.pause(self.id)
+                for prompt in self._output.prompts_in_engine:
+                    self._backend.pause(self.engine_ids[prompt])
             case Decision.RESUME:
                 self._paused = False
-                self._backend.resume(self.id)
+                for prompt in self._output.prompts_in_engine:
+                    self._backend.resume(self.engine_ids[prompt])
             case Decision.KEEP:
                 pass
 
@@ -167,9 +169,7 @@ class RequestHandle:
             return
         if not self._output.ended:
             self._hub.append(self._output.fail(self._cancelled_error()))
-        if self._in_engine:
-            self._in_engine = False
-            self._backend.abort(self.id)
+        self._abort(self._output.prompts_in_engine)
         self.record = RequestRecord(
             id=self.id,
             outcome=self._outcome(),
@@ -182,7 +182,12 @@ class RequestHandle:
             last_token_ns=self._last_token_ns,
         )
         self._ended.set()
-        self._on_end(self.record)
+        self._on_end(self, self.record)
+
+    def _abort(self, prompts: Iterable[int]) -> None:
+        for prompt in prompts:
+            self._output.left_engine(prompt)
+            self._backend.abort(self.engine_ids[prompt])
 
     def _cancelled_error(self) -> TrioletError:
         if self._cause is None:

@@ -28,6 +28,8 @@ from triolet.server.http import (
     on_http_exception,
     on_triolet_error,
 )
+from triolet.server.sampling import Policy
+from triolet.server.tokenize import TokenizeRoutes
 
 if TYPE_CHECKING:
     from starlette.types import Lifespan
@@ -57,9 +59,15 @@ def create_app(
         keepalive_s=config.keepalive,
     )
     gate = TokenizerGate()
+    policy = Policy(
+        max_timeout_s=config.request_timeout,
+        default_seed=config.seed,
+        max_n=config.max_n,
+        max_logprobs=config.max_logprobs,
+    )
     generating: dict[str, Endpoint] = {
-        "/v1/chat/completions": ChatEndpoint(gate, config.request_timeout, config.seed),
-        "/v1/completions": CompletionsEndpoint(gate, config.request_timeout, config.seed),
+        "/v1/chat/completions": ChatEndpoint(gate, policy),
+        "/v1/completions": CompletionsEndpoint(gate, policy),
     }
     app = Starlette(
         routes=[
@@ -71,6 +79,7 @@ def create_app(
                 )
                 for path, endpoint in generating.items()
             ),
+            *TokenizeRoutes(gate, runtime, options.max_body_bytes).routes(),
             *Admin(runtime, metrics).routes(),
         ],
         middleware=[

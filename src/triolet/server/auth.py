@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 #: The paths that need a key. Health, readiness and metrics are for the machine's own probes.
-PROTECTED_PREFIX = "/v1/"
+PROTECTED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
 
 
 @attrs.frozen
@@ -57,4 +57,4 @@ def _is_protected(scope: Scope) -> bool:
     # The router may take the path with the root path or without it: either way needs a key.
     path: str = scope["path"]
     inner = path.removeprefix(scope.get("root_path", ""))
-    return path.startswith(PROTECTED_PREFIX) or inner.startswith(PROTECTED_PREFIX)
+    return path.startswith(PROTECTED_PREFIXES) or inner.startswith(PROTECTED_PREFIXES)

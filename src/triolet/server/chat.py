@@ -7,21 +7,29 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from triolet.errors import InvalidRequestError
 from triolet.runtime.tokenizing import TokenizerGate
-from triolet.server.answer import chat_answer
+from triolet.server.answer import ChatVoice, CompletionAnswer
 from triolet.server.exchange import Generation
+from triolet.server.sampling import EncodedWords, Policy, check_policy
 from triolet.server.translate import (
     OutputLimit,
     Prompt,
     check_model,
-    engine_request,
+    continuous_usage,
+    encode_words,
+    engine_requests,
+    include_usage,
     keepalive_s,
+    messages_size,
+    render,
     text_options,
     timeout_s,
     tokenize,
+    wanted,
+    words_size,
 )
 from triolet.wire.chat import ChatRequest
+from triolet.wire.chat_reply import ChatBodies
 from triolet.wire.codec import decode_request
 
 if TYPE_CHECKING:
@@ -30,57 +38,52 @@ if TYPE_CHECKING:
     from triolet.runtime.lifecycle import Served
 
 
-#: What rendering a message costs, in characters of text that take as long to tokenize.
-CHARACTERS_PER_MESSAGE = 64
-
-
 @attrs.frozen(eq=False)
 class ChatEndpoint:
     """Reads chat requests and answers in chat completions."""
 
     gate: TokenizerGate
-    max_timeout_s: float
-    #: For requests that bring none; ``None`` draws a new one for each.
-    default_seed: int | None
+    policy: Policy
 
     async def prepare(self, body: bytes, scope: Scope, served: Served) -> Generation:
         """See :class:`triolet.server.exchange.Endpoint`."""
         request = decode_request(body, ChatRequest)
         check_model(request.model, served)
+        check_policy(request, self.policy)
         tokenizer = served.tokenizer
-        if not tokenizer.has_chat_template:
-            raise InvalidRequestError(
-                "This model has no chat template; use /v1/completions.", param="messages"
-            )
 
-        def render_and_tokenize() -> Prompt:
-            text = tokenizer.render_chat(request.template_messages())
-            return tokenize(served, text, request.stop, add_special_tokens=False, param="messages")
+        def render_and_tokenize() -> tuple[Prompt, EncodedWords]:
+            text = render(tokenizer, request)
+            special = request.add_special_tokens
+            prompt = tokenize(served, text, add_special_tokens=special, param="messages")
+            return prompt, encode_words(tokenizer, request)
 
-        prompt = await self.gate.run(
+        prompt, words = await self.gate.run(
             render_and_tokenize,
-            characters=sum(
-                len(message.content) + CHARACTERS_PER_MESSAGE for message in request.messages
-            )
-            + sum(map(len, request.stop)),
+            characters=messages_size(request.messages) + words_size(request),
         )
         request_id = f"chatcmpl-{scope['state']['request_id']}"
         # OpenAI's newer name of the same field; where both are sent, they agree.
         newer = request.max_completion_tokens is not None
         limit = OutputLimit(request.token_limit, "max_completion_tokens" if newer else "max_tokens")
+        bodies = ChatBodies(
+            request_id, int(time.time()), request.model, include_usage=include_usage(request)
+        )
         return Generation(
-            request=engine_request(
+            requests=engine_requests(
                 request_id,
-                prompt,
+                (prompt,),
                 request,
                 served,
+                words=words,
                 limit=limit,
-                default_seed=self.default_seed,
-                prompt_param="messages",
+                default_seed=self.policy.default_seed,
             ),
             text=text_options(request),
-            answer=chat_answer(request_id, int(time.time()), request.model, request.stream_options),
+            answer=CompletionAnswer(
+                ChatVoice(bodies, wanted(request, (prompt,), served)), continuous_usage(request)
+            ),
             stream=request.stream,
-            timeout_s=timeout_s(request, scope, self.max_timeout_s),
+            timeout_s=timeout_s(request, scope, self.policy.max_timeout_s),
             keepalive_s=keepalive_s(request),
         )

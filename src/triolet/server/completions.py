@@ -7,21 +7,29 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from triolet.errors import InvalidRequestError
 from triolet.runtime.tokenizing import TokenizerGate
-from triolet.server.answer import completion_answer
+from triolet.server.answer import CompletionAnswer, CompletionVoice
 from triolet.server.exchange import Generation
+from triolet.server.sampling import EncodedWords, Policy, check_ids, check_policy
 from triolet.server.translate import (
     OutputLimit,
     Prompt,
     check_model,
-    engine_request,
+    continuous_usage,
+    encode_words,
+    engine_requests,
+    include_usage,
     keepalive_s,
     text_options,
     timeout_s,
     tokenize,
+    wanted,
+    words_size,
 )
 from triolet.wire.codec import decode_request
-from triolet.wire.completions import CompletionRequest
+from triolet.wire.completion_reply import CompletionBodies
+from triolet.wire.completions import MAX_CHOICES, CompletionRequest
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -38,41 +46,69 @@ class CompletionsEndpoint:
     """Reads text completion requests and answers in text completions."""
 
     gate: TokenizerGate
-    max_timeout_s: float
-    #: For requests that bring none; ``None`` draws a new one for each.
-    default_seed: int | None
+    policy: Policy
 
     async def prepare(self, body: bytes, scope: Scope, served: Served) -> Generation:
         """See :class:`triolet.server.exchange.Endpoint`."""
         request = decode_request(body, CompletionRequest)
         check_model(request.model, served)
-        text = request.prompt if isinstance(request.prompt, str) else ""
+        check_policy(request, self.policy)
+        choices = len(request.prompt) * request.n
+        if choices > MAX_CHOICES:
+            raise InvalidRequestError(
+                f"`prompt` times `n` must be at most {MAX_CHOICES} choices, not {choices}.",
+                param="n",
+            )
 
-        def tokenize_prompt() -> Prompt:
-            prompt = tokenize(served, text, request.stop, add_special_tokens=True, param="prompt")
-            if isinstance(request.prompt, str):
-                return prompt
-            return attrs.evolve(prompt, ids=request.prompt)
+        def read_prompts() -> tuple[tuple[Prompt, ...], EncodedWords]:
+            prompts = _read(served, request)
+            return prompts, encode_words(served.tokenizer, request)
 
-        prompt = await self.gate.run(
-            tokenize_prompt, characters=len(text) + sum(map(len, request.stop))
+        prompts, words = await self.gate.run(
+            read_prompts,
+            # Ids cost next to nothing, but for their text.
+            characters=sum(len(p) for p in request.prompt if request.echo or isinstance(p, str))
+            + words_size(request),
         )
         request_id = f"cmpl-{scope['state']['request_id']}"
+        bodies = CompletionBodies(
+            request_id, int(time.time()), request.model, include_usage=include_usage(request)
+        )
         return Generation(
-            request=engine_request(
+            requests=engine_requests(
                 request_id,
-                prompt,
+                prompts,
                 request,
                 served,
+                words=words,
                 limit=OutputLimit(request.token_limit, default=DEFAULT_MAX_TOKENS),
-                default_seed=self.default_seed,
-                prompt_param="prompt",
+                default_seed=self.policy.default_seed,
             ),
             text=text_options(request),
-            answer=completion_answer(
-                request_id, int(time.time()), request.model, request.stream_options
+            answer=CompletionAnswer(
+                CompletionVoice(bodies, wanted(request, prompts, served)),
+                continuous_usage(request),
             ),
             stream=request.stream,
-            timeout_s=timeout_s(request, scope, self.max_timeout_s),
+            timeout_s=timeout_s(request, scope, self.policy.max_timeout_s),
             keepalive_s=keepalive_s(request),
         )
+
+
+def _read(served: Served, request: CompletionRequest) -> tuple[Prompt, ...]:
+    """The prompts in ids and, with ``echo``, in text: as it came, or what the ids decode to."""
+    special = request.add_special_tokens
+    prompts: list[Prompt] = []
+    for index, given in enumerate(request.prompt):
+        param = "prompt" if len(request.prompt) == 1 else f"prompt[{index}]"
+        if isinstance(given, str):
+            prompt = tokenize(served, given, add_special_tokens=special, param=param)
+            prompts.append(attrs.evolve(prompt, echo=given if request.echo else ""))
+            continue
+        check_ids(given, served.info.vocab_size, param)
+        text = ""
+        if request.echo:
+            decode = served.tokenizer.decode
+            text = decode(given, skip_special_tokens=request.skip_special_tokens)
+        prompts.append(Prompt(given, param, text))
+    return tuple(prompts)

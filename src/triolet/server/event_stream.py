@@ -11,20 +11,31 @@ from typing import TYPE_CHECKING, Protocol
 import attrs
 import trio
 
-from triolet.output.events import ChoiceFinished, Completed, Failed, TextDelta, Usage
+from triolet.core import TokenLogprobs
+from triolet.output.events import (
+    ChoiceFinished,
+    Completed,
+    Failed,
+    PromptScored,
+    TextDelta,
+    Usage,
+)
 from triolet.server.http import JsonResponse
 from triolet.wire.codec import encode
 from triolet.wire.common import error_body
 from triolet.wire.sse import DONE, KEEPALIVE, encode_data
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from starlette.types import Receive, Scope, Send
 
     from triolet.output.events import OutputEvent
     from triolet.runtime.request import RequestHandle
 
+#: Scored tokens of a whole response that are written in a few milliseconds of the event loop;
+#: more are written in a thread, which lets others in between.
+SCORES_INLINE = 256
 #: What every proxy on the way needs to hear, or it holds tokens back.
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -40,10 +51,17 @@ class Answer(Protocol):
     def id(self) -> str:
         """The id in the body and in ``X-Request-Id``."""
 
-    def chunk(
+    def scored(self, event: PromptScored) -> None:
+        """Take what is known of a prompt's tokens; its choices speak later."""
+
+    def chunks(
         self, delta: TextDelta, finish: ChoiceFinished | None, usage: Usage
-    ) -> Mapping[str, object]:
-        """A chunk with new text, or the end of a choice, or both; ``usage`` is up to here."""
+    ) -> Iterable[Mapping[str, object]]:
+        """The chunk with new text, or the end of a choice, or both; ``usage`` is up to here.
+
+        None where there is nothing that the client wants to know; more than one where something
+        has to be said before it.
+        """
 
     def last_chunk(self, usage: Usage) -> Mapping[str, object] | None:
         """The usage chunk after all choices have finished, if the client asked for one."""
@@ -58,21 +76,24 @@ class FoldedChoice:
 
     parts: list[str] = attrs.field(factory=list)
     token_ids: list[int] = attrs.field(factory=list)
+    logprobs: list[TokenLogprobs] = attrs.field(factory=list)
     finish: ChoiceFinished | None = None
 
-    @property
-    def text(self) -> str:
-        """The whole text."""
-        return "".join(self.parts)
+    def delta(self, index: int) -> TextDelta:
+        """The one delta that says all of them."""
+        return TextDelta(index, "".join(self.parts), tuple(self.token_ids), tuple(self.logprobs))
 
 
-def fold(event: OutputEvent, choices: dict[int, FoldedChoice]) -> None:
+def fold(event: OutputEvent, choices: dict[int, FoldedChoice], answer: Answer) -> None:
     """Add an event to what the choices have said so far."""
     match event:
         case TextDelta():
             choice = choices.setdefault(event.choice, FoldedChoice())
             choice.parts.append(event.text)
             choice.token_ids += event.token_ids
+            choice.logprobs += event.logprobs
+        case PromptScored():
+            answer.scored(event)
         case ChoiceFinished():
             choices.setdefault(event.choice, FoldedChoice()).finish = event
         case Completed() | Failed():
@@ -93,38 +114,50 @@ class ChunkEncoder:
         return b"".join(self._frames(events))
 
     def _frames(self, events: list[OutputEvent]) -> Iterator[bytes]:
-        held: TextDelta | None = None
+        #: By choice, what waits to see whether its finish is in this batch too.
+        held: dict[int, TextDelta] = {}
         for event in events:
-            if held is not None:
-                if isinstance(event, ChoiceFinished) and event.choice == held.choice:
-                    yield self._chunk(held, event)
-                    held = None
-                    continue
-                yield self._chunk(held, None)
-                held = None
             match event:
                 case TextDelta():
-                    held = event
+                    if event.choice in held:
+                        yield from self._chunks(held.pop(event.choice), None)
+                    held[event.choice] = event
                 case ChoiceFinished():
-                    yield self._chunk(TextDelta(event.choice, ""), event)
-                case Completed():
-                    last = self.answer.last_chunk(event.usage)
-                    if last is not None:
-                        yield encode_data(encode(last))
-                    yield DONE
-                case Failed():
-                    yield encode_data(encode(error_body(event.error)))
-        if held is not None:
-            yield self._chunk(held, None)
+                    last = held.pop(event.choice, TextDelta(event.choice, ""))
+                    yield from self._chunks(last, event)
+                case PromptScored():
+                    self.answer.scored(event)
+                case Completed() | Failed():
+                    yield from self._release(held)
+                    yield from self._end(event)
+        yield from self._release(held)
 
-    def _chunk(self, delta: TextDelta, finish: ChoiceFinished | None) -> bytes:
-        self.usage = attrs.evolve(
-            self.usage, output_tokens=self.usage.output_tokens + len(delta.token_ids)
+    def _release(self, held: dict[int, TextDelta]) -> Iterator[bytes]:
+        for delta in held.values():
+            yield from self._chunks(delta, None)
+        held.clear()
+
+    def _end(self, event: Completed | Failed) -> Iterator[bytes]:
+        if isinstance(event, Failed):
+            yield encode_data(encode(error_body(event.error)))
+            return
+        usage = self.answer.last_chunk(event.usage)
+        if usage is not None:
+            yield encode_data(encode(usage))
+        yield DONE
+
+    def _chunks(self, delta: TextDelta, finish: ChoiceFinished | None) -> Iterator[bytes]:
+        before = self.usage
+        # Once per token, where attrs.evolve would take longer than writing the chunk.
+        self.usage = Usage(
+            before.prompt_tokens,
+            before.output_tokens + len(delta.token_ids),
+            before.cached_tokens,
+            before.reasoning_tokens,
         )
-        if not delta.text and finish is None:
-            return b""  # ids without text yet: a chunk that says nothing is not sent
-        self.silent = False
-        return encode_data(encode(self.answer.chunk(delta, finish, self.usage)))
+        for chunk in self.answer.chunks(delta, finish, self.usage):
+            self.silent = False
+            yield encode_data(encode(chunk))
 
 
 async def write_event_stream(
@@ -191,12 +224,18 @@ async def write_body(
     while usage is None:
         batch = await handle.take()
         for _, event in batch:
-            fold(event, choices)
+            fold(event, choices, answer)
         handle.delivered(batch[-1][0])
         terminal = batch[-1][1]
         if isinstance(terminal, Failed):
             raise terminal.error
         if isinstance(terminal, Completed):
             usage = terminal.usage
-    response = JsonResponse(answer.body(choices, usage), headers={"X-Request-Id": answer.id})
+    totals = usage
+
+    def write() -> JsonResponse:
+        return JsonResponse(answer.body(choices, totals), headers={"X-Request-Id": answer.id})
+
+    scored = sum(len(choice.logprobs) for choice in choices.values())
+    response = write() if scored < SCORES_INLINE else await trio.to_thread.run_sync(write)
     await response(scope, receive, send)

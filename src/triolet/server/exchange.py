@@ -39,9 +39,10 @@ LAST_SEND_GRACE_S = 5.0
 
 @attrs.frozen
 class Generation:
-    """What an endpoint made of a request body: one request for the engine and its answer."""
+    """What an endpoint made of a request body: requests for the engine and the one answer."""
 
-    request: EngineRequest
+    #: One for each prompt, in their order.
+    requests: tuple[EngineRequest, ...]
     text: TextOptions
     answer: Answer
     stream: bool
@@ -150,7 +151,7 @@ class _Exchange:
         prepare = partial(self.app.endpoint.prepare, body, self.scope, served)
         generation = await _in_time(arrival, prepare)
         self.handle = handle = arrival.admit(
-            generation.request, generation.text, timeout_s=generation.timeout_s
+            generation.requests, generation.text, timeout_s=generation.timeout_s
         )
         try:
             if not generation.stream:
@@ -159,9 +160,10 @@ class _Exchange:
             keepalive_s = generation.keepalive_s
             if keepalive_s is None:
                 keepalive_s = options.keepalive_s
+            prompt_tokens = sum(len(request.prompt_ids) for request in generation.requests)
             await write_event_stream(
                 handle,
-                ChunkEncoder(generation.answer, Usage(len(generation.request.prompt_ids))),
+                ChunkEncoder(generation.answer, Usage(prompt_tokens)),
                 self._send,
                 commit_after_s=options.commit_after_s,
                 keepalive_s=keepalive_s or math.inf,

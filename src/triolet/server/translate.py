@@ -9,29 +9,49 @@ from typing import TYPE_CHECKING
 import attrs
 from starlette.datastructures import Headers
 
-from triolet.core import EngineRequest, RequestId, SamplingParams
+from triolet.core import EngineRequest, RequestId
 from triolet.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from triolet.output.logprobs import Spelling
 from triolet.runtime.lifecycle import Served, TextOptions
+from triolet.server.answer import ShownPrompt, Wanted
+from triolet.server.sampling import EncodedWords, check_ids, sampling_params
+from triolet.wire.completions import CompletionRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from starlette.types import Scope
 
+    from triolet.core import ModelInfo
+    from triolet.prompt.tokenizer import Tokenizer
+    from triolet.wire.chat import ChatMessage, ChatRequest
     from triolet.wire.common import GenerationFields
+    from triolet.wire.tokenize import TokenizeRequest
 
+#: What rendering a message costs, in characters of text that take as long to tokenize.
+CHARACTERS_PER_MESSAGE = 64
+#: What a call of the tokenizer costs, in the same coin.
+CHARACTERS_PER_CALL = 64
 #: How many times shorter a normalisation can make a text: three code points of a decomposed
 #: Hangul syllable become one, and there is a margin.
 NORMALIZATION_FACTOR = 4
+#: Logprobs of all prompts of a request, the likeliest tokens' included, as often as the response
+#: repeats them. They come at once, before any text: each takes 120 bytes here and half as many as
+#: JSON, 8 and 4 MB in all.
+MAX_PROMPT_SCORES = 2**16
+#: Logprobs that a response may have that is not streamed, and so is held until its end.
+MAX_BODY_SCORES = 2**18
 TIMEOUT_HEADER = "X-Request-Timeout"
 
 
 @attrs.frozen
 class Prompt:
-    """A tokenized prompt, and the stop strings that turned out to be special tokens."""
+    """A tokenized prompt, and its text where a response repeats it."""
 
     ids: tuple[int, ...]
-    special_stop_ids: frozenset[int]
+    #: As messages name it: ``prompt[1]``, ``messages``.
+    param: str
+    echo: str = ""
 
 
 @attrs.frozen
@@ -42,7 +62,8 @@ class OutputLimit:
     asked: int | None
     #: The field that said it.
     param: str = "max_tokens"
-    #: What applies where the body does not say; ``None`` means as many as fit.
+    #: What applies where the body does not say; ``None`` leaves it to the model's generation
+    #: config, or means as many as fit.
     default: int | None = None
 
 
@@ -59,16 +80,13 @@ def check_model(name: str, served: Served) -> None:
         )
 
 
-def tokenize(
-    served: Served, text: str, stops: Sequence[str], *, add_special_tokens: bool, param: str
-) -> Prompt:
-    """Token ids of a prompt; stop strings that are themselves special tokens become stop ids.
+def tokenize(served: Served, text: str, *, add_special_tokens: bool, param: str) -> Prompt:
+    """Token ids of a prompt.
 
     Raises:
         ContextLengthError: The text is too long for the model however it is tokenized, which
             is said without taking the time; ``param`` is at fault.
     """
-    tokenizer = served.tokenizer
     longest = served.info.max_model_len * served.longest_token_bytes * NORMALIZATION_FACTOR
     if len(text) > longest:
         raise ContextLengthError(
@@ -76,68 +94,188 @@ def tokenize(
             f"context of {served.info.max_model_len} tokens.",
             param=param,
         )
-    special = tokenizer.vocabulary.special_ids
-    stop_ids = [tokenizer.encode(stop, add_special_tokens=False) for stop in stops]
-    return Prompt(
-        ids=tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens)),
-        special_stop_ids=frozenset(
-            ids[0] for ids in stop_ids if len(ids) == 1 and ids[0] in special
-        ),
+    ids = served.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return Prompt(tuple(ids), param)
+
+
+def render(tokenizer: Tokenizer, request: ChatRequest | TokenizeRequest) -> str:
+    """The prompt text of a chat.
+
+    Raises:
+        InvalidRequestError: The template refused the messages or the arguments.
+    """
+    if not tokenizer.has_chat_template:
+        raise InvalidRequestError(
+            "This model has no chat template; use /v1/completions.", param="messages"
+        )
+    opens = request.add_generation_prompt
+    return tokenizer.render_chat(
+        [message.for_template() for message in request.messages or ()],
+        add_generation_prompt=not request.continue_final_message if opens is None else opens,
+        continue_final_message=request.continue_final_message,
+        template_kwargs=request.chat_template_kwargs,
     )
 
 
-def engine_request(
+def encode_words(tokenizer: Tokenizer, fields: GenerationFields) -> EncodedWords:
+    """Read stop strings that are special tokens, and bad words, as ids.
+
+    A bad word is banned at the start of a text and, as a word of its own, within one: there it
+    has a space before it. Where that makes another token of it, of the same length, it is banned
+    too. Where the space is a token beside the word, the first ban finds the word there as well.
+    (The rule is vLLM's, so that the same words are banned.)
+    """
+    special = tokenizer.vocabulary.special_ids
+    stops = [tokenizer.encode(stop, add_special_tokens=False) for stop in fields.stop]
+    banned: list[tuple[int, ...]] = []
+    for word in fields.bad_words:
+        bare = word.lstrip() or word
+        alone = tokenizer.encode(bare, add_special_tokens=False)
+        within = tokenizer.encode(" " + bare, add_special_tokens=False)
+        banned += [tuple(alone)] if alone else []
+        if alone and len(within) == len(alone) and within[0] != alone[0]:
+            banned.append(tuple(within))
+    return EncodedWords(
+        frozenset(ids[0] for ids in stops if len(ids) == 1 and ids[0] in special), tuple(banned)
+    )
+
+
+def messages_size(messages: Sequence[ChatMessage]) -> int:
+    """Characters of text that take as long to tokenize as these messages take to render too."""
+    return sum(len(message.content) + CHARACTERS_PER_MESSAGE for message in messages)
+
+
+def words_size(fields: GenerationFields) -> int:
+    """Characters that :func:`encode_words` has to tokenize."""
+    calls = len(fields.stop) + 2 * len(fields.bad_words)
+    characters = sum(map(len, fields.stop)) + 2 * sum(map(len, fields.bad_words))
+    return characters + CHARACTERS_PER_CALL * calls
+
+
+def engine_requests(
     request_id: str,
-    prompt: Prompt,
-    fields: GenerationFields,
+    prompts: Sequence[Prompt],
+    fields: ChatRequest | CompletionRequest,
     served: Served,
     *,
+    words: EncodedWords,
     limit: OutputLimit,
     default_seed: int | None,
-    prompt_param: str,
-) -> EngineRequest:
-    """What the engine gets of a request.
+) -> tuple[EngineRequest, ...]:
+    """What the engine gets of a request: one of its own for each prompt.
 
     Args:
         request_id: Unique over the life of the server.
-        prompt: The tokenized prompt.
-        fields: The validated sampling fields of the body.
+        prompts: At least one.
+        fields: The validated body.
         served: The model.
+        words: What :func:`encode_words` read of the body.
         limit: Output tokens at most.
-        default_seed: Where the body has none; ``None`` draws one.
-        prompt_param: The field to blame for the prompt.
+        default_seed: Where the body has none; ``None`` draws one for each prompt.
 
     Raises:
-        InvalidRequestError: The prompt is empty, or an id is outside the vocabulary.
+        InvalidRequestError: A prompt is empty, an id is outside the vocabulary, or fields
+            contradict each other.
         ContextLengthError: Prompt and output do not fit into the model's context.
     """
-    info = served.info
+    seed = default_seed if fields.seed is None else fields.seed
+    prompt_logprobs = _prompt_logprobs(fields, prompts)
+    requests: list[EngineRequest] = []
+    for number, prompt in enumerate(prompts):
+        params = sampling_params(
+            fields,
+            served.info,
+            words,
+            max_tokens=_max_tokens(prompt, limit, served.info),
+            logprobs=fields.output_logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+        requests.append(
+            EngineRequest(
+                id=RequestId(request_id if len(prompts) == 1 else f"{request_id}:{number}"),
+                prompt_ids=prompt.ids,
+                # Prompts without a seed must differ, or one sent twice would be answered twice
+                # in the same words.
+                sampling=attrs.evolve(params, seed=secrets.randbits(64) if seed is None else seed),
+                n=fields.n,
+            )
+        )
+    _check_body(fields, requests)
+    return tuple(requests)
+
+
+def _check_body(fields: ChatRequest | CompletionRequest, requests: Sequence[EngineRequest]) -> None:
+    """Refuse a whole response with more logprobs than the server holds for one."""
+    count = fields.output_logprobs
+    if fields.stream or count is None:
+        return
+    numbers = (count + 1) * sum(request.n * request.sampling.max_tokens for request in requests)
+    if numbers > MAX_BODY_SCORES:
+        raise InvalidRequestError(
+            f"The response could have {numbers} log-probabilities, and {MAX_BODY_SCORES} are the "
+            "most that is sent in one piece: stream it, or lower `max_tokens`.",
+            param="logprobs",
+        )
+
+
+def _echoes(fields: ChatRequest | CompletionRequest) -> bool:
+    return isinstance(fields, CompletionRequest) and fields.echo
+
+
+def _prompt_logprobs(
+    fields: ChatRequest | CompletionRequest, prompts: Sequence[Prompt]
+) -> int | None:
+    """How many of the likeliest tokens to compute with each of the prompts', if any."""
+    count, param = fields.prompt_logprobs, "prompt_logprobs"
+    echoed = fields.output_logprobs if _echoes(fields) else None
+    if echoed is not None and (count is None or echoed > count):
+        count, param = echoed, "logprobs"
+    if count is None:
+        return None
+    # Text completions have them with each choice, chats once.
+    times = fields.n if isinstance(fields, CompletionRequest) else 1
+    numbers = (count + 1) * times * sum(len(prompt.ids) for prompt in prompts)
+    if numbers > MAX_PROMPT_SCORES:
+        raise InvalidRequestError(
+            f"`{param}` asks for {numbers} numbers about the prompt, and {MAX_PROMPT_SCORES} are "
+            "the most: ask for fewer, or send a shorter prompt.",
+            param=param,
+        )
+    return count
+
+
+def _max_tokens(prompt: Prompt, limit: OutputLimit, info: ModelInfo) -> int:
     if not prompt.ids:
-        raise InvalidRequestError("The prompt has no tokens.", param=prompt_param)
-    _check_ids(prompt.ids, info.vocab_size, prompt_param)
-    _check_ids(fields.stop_token_ids, info.vocab_size, "stop_token_ids")
+        raise InvalidRequestError("The prompt has no tokens.", param=prompt.param)
+    check_ids(prompt.ids, info.vocab_size, prompt.param)
     room = info.max_model_len - len(prompt.ids)
     if room < (limit.asked or 1):
         raise ContextLengthError(
             f"The model's context is {info.max_model_len} tokens; the prompt has "
             f"{len(prompt.ids)} and {limit.asked or 'at least 1'} more were asked for.",
-            param=prompt_param if room < 1 else limit.param,
+            param=prompt.param if room < 1 else limit.param,
         )
-    seed = default_seed if fields.seed is None else fields.seed
-    if seed is None:
-        seed = secrets.randbits(64)
-    return EngineRequest(
-        id=RequestId(request_id),
-        prompt_ids=prompt.ids,
-        sampling=SamplingParams(
-            max_tokens=limit.asked or min(room, limit.default or room),
-            temperature=1.0 if fields.temperature is None else fields.temperature,
-            top_p=1.0 if fields.top_p is None else fields.top_p,
-            top_k=fields.top_k or 0,
-            seed=seed,
-            ignore_eos=fields.ignore_eos,
-            stop_token_ids=frozenset(fields.stop_token_ids) | prompt.special_stop_ids,
+    if limit.asked:
+        return limit.asked
+    return min(room, limit.default or int(info.default_sampling.get("max_new_tokens", room)))
+
+
+def wanted(
+    fields: ChatRequest | CompletionRequest, prompts: Sequence[Prompt], served: Served
+) -> Wanted:
+    """What the client asked to be told."""
+    return Wanted(
+        prompts=tuple(ShownPrompt(prompt.ids, prompt.echo) for prompt in prompts),
+        spelling=Spelling(
+            served.tokenizer.vocabulary,
+            fields.skip_special_tokens,
+            as_ids=fields.return_tokens_as_token_ids,
         ),
+        n=fields.n,
+        logprobs=fields.output_logprobs,
+        prompt_logprobs=fields.prompt_logprobs,
+        token_ids=fields.return_token_ids,
+        echo=_echoes(fields),
     )
 
 
@@ -147,7 +285,18 @@ def text_options(fields: GenerationFields) -> TextOptions:
         stops=fields.stop,
         include_stop=fields.include_stop_str_in_output,
         skip_special_tokens=fields.skip_special_tokens,
+        min_tokens=fields.min_tokens,
     )
+
+
+def include_usage(fields: GenerationFields) -> bool:
+    """Whether a stream ends with the totals."""
+    return bool(fields.stream_options and fields.stream_options.include_usage)
+
+
+def continuous_usage(fields: GenerationFields) -> bool:
+    """Whether each chunk has the usage so far."""
+    return bool(fields.stream_options and fields.stream_options.continuous_usage_stats)
 
 
 def keepalive_s(fields: GenerationFields) -> float | None:
@@ -176,12 +325,3 @@ def timeout_s(fields: GenerationFields, scope: Scope, max_timeout_s: float) -> f
             )
         wanted.append(seconds)
     return min(wanted)
-
-
-def _check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
-    for index, token_id in enumerate(ids):
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequestError(
-                f"`{param}[{index}]` is {token_id}, outside the vocabulary of {vocab_size} ids.",
-                param=f"{param}[{index}]",
-            )

@@ -1,26 +1,26 @@
-"""``/v1/chat/completions``: what comes in and what goes out."""
+"""``/v1/chat/completions``: what comes in. What goes out is in :mod:`triolet.wire.chat_reply`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NotRequired, TypedDict
+from typing import Annotated, ClassVar, Literal
 
 import attrs
 
 from triolet.errors import InvalidRequestError
-from triolet.wire.codec import FieldError, Length, ReadBy, converter, described, mismatch
-from triolet.wire.common import (
-    REFUSED,
-    GenerationFields,
-    Label,
-    Metadata,
-    TokenLimit,
-    UsageBody,
+from triolet.wire.codec import (
+    FieldError,
+    Length,
+    ReadBy,
+    converter,
+    described,
+    encode,
+    mismatch,
+    read_object,
 )
-
-if TYPE_CHECKING:
-    from triolet.core import FinishReason
+from triolet.wire.common import REFUSED, GenerationFields, Label, Metadata
+from triolet.wire.sampling import Count, TokenLimit
 
 #: Twice OpenAI's limit. Reading so many takes the event loop some 20 ms.
 MAX_MESSAGES = 4096
@@ -31,6 +31,8 @@ MAX_PARTICIPANT_CHARACTERS = 64
 #: Parts are separate pieces of text: without a separator the last word of one and the first word
 #: of the next would become one word. vLLM and llama.cpp use the same.
 PART_SEPARATOR = "\n"
+#: ``chat_template_kwargs``, as JSON: switches and a few words for a template, no documents.
+MAX_TEMPLATE_KWARGS_BYTES = 16 * 1024
 
 Role = Literal["system", "user", "assistant"]
 
@@ -105,13 +107,41 @@ class ChatMessage:
         return message
 
 
+def _read_template_kwargs(value: object) -> Mapping[str, object]:
+    kwargs = read_object(value)
+    try:
+        size = len(encode(kwargs))
+    except TypeError:  # the writer's depth ends before the reader's
+        raise FieldError("is nested too deeply.") from None
+    if size > MAX_TEMPLATE_KWARGS_BYTES:
+        raise FieldError(f"must have at most {MAX_TEMPLATE_KWARGS_BYTES} bytes, not {size}.")
+    for name in kwargs:
+        if not name.isidentifier():
+            raise mismatch("an object with names of variables as keys", name)
+    return MappingProxyType(kwargs)
+
+
+Messages = Annotated[tuple[ChatMessage, ...], Length(1, MAX_MESSAGES)]
+#: Variables of the chat template, as in ``{"enable_thinking": false}``.
+TemplateKwargs = Annotated[Mapping[str, object], ReadBy(_read_template_kwargs)]
+NO_KWARGS: Mapping[str, object] = MappingProxyType({})
+
+
 @attrs.frozen(kw_only=True)
 class ChatRequest(GenerationFields):
     """The body of a chat completion request."""
 
     # Not in the repr, so that no log line holds somebody's prompt by accident.
-    messages: Annotated[tuple[ChatMessage, ...], Length(1, MAX_MESSAGES)] = attrs.field(repr=False)
+    messages: Messages = attrs.field(repr=False)
     max_completion_tokens: TokenLimit | None = None
+    logprobs: bool = False
+    top_logprobs: Count | None = None
+    #: ``None`` is the opposite of ``continue_final_message``.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: TemplateKwargs = attrs.field(default=NO_KWARGS, repr=False)
+    #: Templates write the special tokens themselves.
+    add_special_tokens: bool = False
     metadata: Metadata | None = None
     # Accepted without effect: hints to caches and billing of other servers, or without meaning
     # as long as there are no tools.
@@ -122,7 +152,7 @@ class ChatRequest(GenerationFields):
     safety_identifier: Label | None = None
     refuses: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType({
         **REFUSED,
-        "logprobs": (False,),
+        "echo": (False,),
         "tools": ([],),
         # Without tools, "auto" and "none" are the same.
         "tool_choice": ("none", "auto"),
@@ -141,10 +171,6 @@ class ChatRequest(GenerationFields):
         "documents": ([],),
         # A template is a program: a request does not bring its own.
         "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
-        "add_special_tokens": (False,),
         "mm_processor_kwargs": ({},),
     })
 
@@ -157,171 +183,18 @@ class ChatRequest(GenerationFields):
                 f"({limits[1]} and {limits[0]}): send one of them.",
                 param="max_completion_tokens",
             )
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError(
+                "`top_logprobs` is only allowed with `logprobs` set to true.",
+                param="top_logprobs",
+            )
+
+    @property
+    def output_logprobs(self) -> int | None:
+        """How many of the most likely tokens to report with each output token, if any."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def token_limit(self) -> int | None:
         """The limit of output tokens, under whichever of its names it came."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    def template_messages(self) -> list[dict[str, str]]:
-        """Return the messages as chat templates expect them."""
-        return [message.for_template() for message in self.messages]
-
-
-class ChatDelta(TypedDict, total=False):
-    """What a chunk adds to a choice's message. Clients concatenate what they find here."""
-
-    role: Literal["assistant"]
-    content: str
-
-
-class ChatChunkChoice(TypedDict):
-    """One choice in a chunk."""
-
-    index: int
-    delta: ChatDelta
-    logprobs: None
-    finish_reason: str | None
-    #: Ours, once the choice has finished: the stop id or stop string that did it.
-    stop_reason: NotRequired[int | str | None]
-
-
-class ChatCompletionChunk(TypedDict):
-    """One event of a streamed chat completion."""
-
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: None
-    choices: list[ChatChunkChoice]
-    usage: NotRequired[UsageBody | None]
-
-
-class ChatReply(TypedDict):
-    """The message of a finished choice."""
-
-    role: Literal["assistant"]
-    content: str
-    refusal: None
-
-
-class ChatChoice(TypedDict):
-    """One choice of a response that is not streamed."""
-
-    index: int
-    message: ChatReply
-    logprobs: None
-    finish_reason: str
-    stop_reason: int | str | None
-
-
-class ChatCompletion(TypedDict):
-    """A chat completion that is not streamed."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: None
-    choices: list[ChatChoice]
-    usage: UsageBody
-
-
-@attrs.frozen
-class ChatChunks:
-    """Writes the chunks of one streamed response.
-
-    Plain dictionaries: this runs once per token, and they encode twice as fast as attrs
-    instances. ``running`` is the usage so far, for ``continuous_usage_stats``.
-    """
-
-    id: str
-    #: Unix seconds.
-    created: int
-    model: str
-    #: Every chunk has a ``usage`` then, ``null`` but in the last one.
-    include_usage: bool = False
-
-    def text(
-        self, index: int, text: str, *, first: bool = False, running: UsageBody | None = None
-    ) -> ChatCompletionChunk:
-        """Write new text of a choice; ``first`` marks the first chunk of the choice."""
-        delta: ChatDelta = {"role": "assistant", "content": text} if first else {"content": text}
-        return self._chunk(
-            [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], running
-        )
-
-    def finish(
-        self,
-        index: int,
-        reason: FinishReason,
-        stop_reason: int | str | None = None,
-        *,
-        text: str = "",
-        first: bool = False,
-        running: UsageBody | None = None,
-    ) -> ChatCompletionChunk:
-        """Write the end of a choice, with its last text where there is some."""
-        delta: ChatDelta = {"role": "assistant"} if first else {}
-        if text:
-            delta["content"] = text
-        choice: ChatChunkChoice = {
-            "index": index,
-            "delta": delta,
-            "logprobs": None,
-            "finish_reason": reason.value,
-            "stop_reason": stop_reason,
-        }
-        return self._chunk([choice], running)
-
-    def usage(self, usage: UsageBody) -> ChatCompletionChunk:
-        """Write the totals: the last chunk, and the only one without choices."""
-        return self._chunk([], usage)
-
-    def _chunk(
-        self, choices: list[ChatChunkChoice], usage: UsageBody | None
-    ) -> ChatCompletionChunk:
-        chunk: ChatCompletionChunk = {
-            "id": self.id,
-            "object": "chat.completion.chunk",
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": None,
-            "choices": choices,
-        }
-        if self.include_usage or usage is not None:
-            chunk["usage"] = usage
-        return chunk
-
-
-def chat_choice(
-    index: int, text: str, reason: FinishReason, stop_reason: int | str | None = None
-) -> ChatChoice:
-    """Write one finished choice."""
-    return {
-        "index": index,
-        "message": {"role": "assistant", "content": text, "refusal": None},
-        "logprobs": None,
-        "finish_reason": reason.value,
-        "stop_reason": stop_reason,
-    }
-
-
-def chat_completion(
-    id: str,  # noqa: A002  # the field's name on the wire
-    created: int,
-    model: str,
-    choices: list[ChatChoice],
-    usage: UsageBody,
-) -> ChatCompletion:
-    """Write a whole response; ``created`` in Unix seconds."""
-    return {
-        "id": id,
-        "object": "chat.completion",
-        "created": created,
-        "model": model,
-        "system_fingerprint": None,
-        "choices": choices,
-        "usage": usage,
-    }

@@ -18,6 +18,23 @@ import attrs
 
 from triolet.errors import InvalidRequestError
 from triolet.wire.codec import FieldError, Length, ReadBy, Within, mismatch, read_object
+from triolet.wire.sampling import (
+    AllowedTokenIds,
+    BadWords,
+    Choices,
+    Count,
+    LogitBias,
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    StopTokenIds,
+    Temperature,
+    TokenLimit,
+    TopK,
+    TopP,
+)
 
 if TYPE_CHECKING:
     from triolet.errors import TrioletError
@@ -30,64 +47,6 @@ MAX_LABEL_CHARACTERS = 512
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY_CHARACTERS = 64
 MAX_METADATA_VALUE_CHARACTERS = 512
-#: OpenAI takes 4. Role-play and agent front ends send one per speaker, and 32 is beyond theirs;
-#: each costs memory in the matcher of every choice.
-MAX_STOPS = 32
-#: Characters of one stop string: a paragraph. Text up to this length may have to be held back.
-MAX_STOP_CHARACTERS = 1024
-#: Of all stop strings together. The matcher keeps about 350 bytes for each.
-MAX_STOPS_CHARACTERS = 4096
-#: More than any model has end-of-turn tokens.
-MAX_STOP_TOKEN_IDS = 256
-#: The engine keeps ids in signed 32-bit tensors; the model's vocabulary is checked later.
-MAX_TOKEN_ID = 2**31 - 1
-
-_UINT64 = 2**64
-
-
-def _read_stop(value: object) -> tuple[str, ...]:
-    if type(value) is str:
-        return (_read_one_stop(value),)
-    if type(value) is not list:
-        raise mismatch("a string or an array of strings", value)
-    if len(value) > MAX_STOPS:
-        raise FieldError(f"must have at most {MAX_STOPS} strings, not {len(value)}.")
-    stops: list[str] = []
-    for index, item in enumerate(value):
-        try:
-            stops.append(_read_one_stop(item))
-        except FieldError as error:
-            raise error.under(index) from None
-    total = sum(map(len, stops))
-    if total > MAX_STOPS_CHARACTERS:
-        raise FieldError(
-            f"must have at most {MAX_STOPS_CHARACTERS} characters in all, not {total}."
-        )
-    return tuple(stops)
-
-
-def _read_one_stop(value: object) -> str:
-    if type(value) is not str:
-        raise mismatch("a string", value)
-    if not value:
-        raise FieldError("must not be empty: every text contains the empty string.")
-    if len(value) > MAX_STOP_CHARACTERS:
-        raise FieldError(f"must have at most {MAX_STOP_CHARACTERS} characters, not {len(value)}.")
-    return value
-
-
-def _read_seed(value: object) -> int:
-    # The JSON parser gives a float for an integer beyond 64 bits, signed or unsigned.
-    if type(value) is not int:
-        raise mismatch("an integer of at most 64 bits", value)
-    return value % _UINT64
-
-
-def _read_top_k(value: object) -> int:
-    if type(value) is not int:
-        raise mismatch("an integer", value)
-    Within(-1).check(value)
-    return max(value, 0)
 
 
 def _read_keepalive(value: object) -> float:
@@ -120,16 +79,6 @@ def _read_metadata(value: object) -> Mapping[str, str]:
 ModelName = Annotated[str, Length(1, MAX_NAME_CHARACTERS)]
 Label = Annotated[str, Length(0, MAX_LABEL_CHARACTERS)]
 Metadata = Annotated[Mapping[str, str], ReadBy(_read_metadata)]
-TokenId = Annotated[int, Within(0, MAX_TOKEN_ID)]
-TokenLimit = Annotated[int, Within(1)]
-Temperature = Annotated[float, Within(0, 2)]
-TopP = Annotated[float, Within(0, 1, low_open=True)]
-#: 0 is off; a client may also write -1.
-TopK = Annotated[int, ReadBy(_read_top_k)]
-#: Unsigned 64-bit; a negative one is read as its two's complement.
-Seed = Annotated[int, ReadBy(_read_seed)]
-Stop = Annotated[tuple[str, ...], ReadBy(_read_stop)]
-StopTokenIds = Annotated[tuple[TokenId, ...], Length(0, MAX_STOP_TOKEN_IDS)]
 #: Seconds; the server's own limit applies where it is lower.
 Seconds = Annotated[float, Within(0, low_open=True)]
 
@@ -138,22 +87,14 @@ Keepalive = Annotated[float, ReadBy(_read_keepalive)]
 
 #: Refused on every endpoint: field name to the values that change nothing, beside ``null``.
 REFUSED: Mapping[str, tuple[object, ...]] = MappingProxyType({
-    # More or other choices.
-    "n": (1,),
-    "best_of": (1,),
+    # Other ways to search.
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "early_stopping": (False,),
     # Which tokens are chosen.
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "min_p": (0,),
+    # Not in OpenAI's API or vLLM's. It keeps the tokens of typical, not of high, probability,
+    # so that every row would have to be sorted, which our sampler never does.
     "typical_p": (1,),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "logits_processors": ([],),
     "vllm_xargs": ({},),
     "repetition_detection": (),
@@ -170,12 +111,7 @@ REFUSED: Mapping[str, tuple[object, ...]] = MappingProxyType({
     "json_schema": (),
     "grammar": (),
     # What comes with the text.
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "echo": (False,),
     "request_id": (),
     # How the prompt is read, kept and scheduled.
     "truncate_prompt_tokens": (),
@@ -218,16 +154,29 @@ class GenerationFields:
     model: ModelName
     stream: bool = False
     stream_options: StreamOptions | None = None
+    n: Choices = 1
+    best_of: Choices | None = None
     max_tokens: TokenLimit | None = None
+    min_tokens: Count = 0
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: LogitBias = ()
+    allowed_token_ids: AllowedTokenIds | None = None
+    bad_words: BadWords = ()
     seed: Seed | None = None
     stop: Stop = ()
     stop_token_ids: StopTokenIds = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    prompt_logprobs: Count | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     timeout: Seconds | None = None
     user: Label | None = None
 
@@ -236,6 +185,12 @@ class GenerationFields:
             raise InvalidRequestError(
                 "`stream_options` is only allowed with `stream` set to true.",
                 param="stream_options",
+            )
+        if self.best_of not in {None, self.n}:
+            raise InvalidRequestError(
+                f"`best_of` must be `n`, which is {self.n}, not {self.best_of}: choices are not "
+                "ranked here, all of them are returned.",
+                param="best_of",
             )
 
 

@@ -1,67 +1,81 @@
-"""``/v1/completions``: what comes in and what goes out."""
+"""``/v1/completions``: what comes in. What goes out is in :mod:`triolet.wire.completion_reply`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NotRequired, TypedDict
+from typing import Annotated, ClassVar
 
 import attrs
 
-from triolet.wire.codec import FieldError, Length, ReadBy, converter, mismatch
-from triolet.wire.common import MAX_TOKEN_ID, REFUSED, GenerationFields, TokenId, UsageBody
+from triolet.wire.codec import FieldError, ReadBy, Within, mismatch
+from triolet.wire.common import REFUSED, GenerationFields
+from triolet.wire.sampling import read_ids
 
-if TYPE_CHECKING:
-    from triolet.core import FinishReason
-
-#: Ids of one prompt. Beyond the context of any model we know how to serve, and read in a
-#: quarter of a second.
+#: Ids of one prompt, and of all prompts of one request. Beyond the context of any model we know
+#: how to serve, and read in a quarter of a second.
 MAX_PROMPT_IDS = 2**20
+#: Prompts of one request: each becomes a request to the engine, which runs them as it can.
+#: Evaluation harnesses, the only users of more than a few, send batches of 1 to 64.
+MAX_PROMPTS = 128
+#: Prompts times ``n``: each choice has its own text machines and buffers until the request ends.
+MAX_CHOICES = 256
 
-_PromptIds = tuple[TokenId, ...]
+OnePrompt = str | tuple[int, ...]
 
 
-def _read_prompt(value: object) -> str | tuple[int, ...]:
+def _read_prompts(value: object) -> tuple[OnePrompt, ...]:
     if type(value) is not list or not value or type(value[0]) is int:
-        return _read_one_prompt(value)
-    # Batching clients wrap even a single prompt in an array.
-    if type(value[0]) is not str and type(value[0]) is not list:
-        raise mismatch("a string or a token id", value[0]).under(0)
-    if len(value) > 1:
-        raise FieldError("with several prompts is not supported yet: send one per request.")
-    try:
-        return _read_one_prompt(value[0])
-    except FieldError as error:
-        raise error.under(0) from None
+        return (_read_one_prompt(value),)
+    if len(value) > MAX_PROMPTS:
+        raise FieldError(f"must have at most {MAX_PROMPTS} prompts, not {len(value)}.")
+    prompts: list[OnePrompt] = []
+    for index, item in enumerate(value):
+        try:
+            prompts.append(_read_one_prompt(item))
+        except FieldError as error:
+            raise error.under(index) from None
+    ids = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
+    if ids > MAX_PROMPT_IDS:
+        raise FieldError(f"must have at most {MAX_PROMPT_IDS} token ids in all, not {ids}.")
+    return tuple(prompts)
 
 
-def _read_one_prompt(value: object) -> str | tuple[int, ...]:
+def _read_one_prompt(value: object) -> OnePrompt:
     if type(value) is str:
         if not value:
             raise FieldError("must not be empty.")
         return value
     if type(value) is not list:
         raise mismatch("a string or an array of token ids", value)
-    Length(1, MAX_PROMPT_IDS).check(value)
-    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= MAX_TOKEN_ID:
-        # Ten times faster than the converter, which then only has to find the error.
-        return tuple(value)
-    return converter.structure(value, _PromptIds)
+    return read_ids(value, MAX_PROMPT_IDS)
+
+
+def _read_logprobs(value: object) -> int | None:
+    # What clients of the chat endpoint send for "none".
+    if value is False:
+        return None
+    if type(value) is not int:
+        raise mismatch("an integer", value)
+    Within(0).check(value)
+    return value
 
 
 @attrs.frozen(kw_only=True)
 class CompletionRequest(GenerationFields):
     """The body of a text completion request."""
 
-    #: Text, or token ids. Not in the repr, so that no log line holds it by accident.
-    prompt: Annotated[str | tuple[int, ...], ReadBy(_read_prompt)] = attrs.field(repr=False)
+    #: Texts, or token ids. Not in the repr, so that no log line holds one by accident.
+    prompt: Annotated[tuple[OnePrompt, ...], ReadBy(_read_prompts)] = attrs.field(repr=False)
+    echo: bool = False
+    #: How many of the most likely tokens to report with each token, if any.
+    logprobs: Annotated[int | None, ReadBy(_read_logprobs)] = None
+    add_special_tokens: bool = True
     refuses: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType({
         **REFUSED,
-        # A count, and 0 asks for the logprobs of the chosen tokens; false is what clients of the
-        # chat endpoint send.
-        "logprobs": (False,),
+        "top_logprobs": (0,),
+        # Text to end at: it takes a model trained to fill in the middle, and its own tokens.
         "suffix": ("",),
-        "add_special_tokens": (True,),
     })
 
     @property
@@ -69,143 +83,7 @@ class CompletionRequest(GenerationFields):
         """The limit of output tokens."""
         return self.max_tokens
 
-
-class CompletionChunkChoice(TypedDict):
-    """One choice in a chunk."""
-
-    index: int
-    text: str
-    logprobs: None
-    finish_reason: str | None
-    #: Ours, once the choice has finished: the stop id or stop string that did it.
-    stop_reason: NotRequired[int | str | None]
-
-
-class CompletionChunk(TypedDict):
-    """One event of a streamed completion."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: None
-    choices: list[CompletionChunkChoice]
-    usage: NotRequired[UsageBody | None]
-
-
-class CompletionChoice(TypedDict):
-    """One choice of a response that is not streamed."""
-
-    index: int
-    text: str
-    logprobs: None
-    finish_reason: str
-    stop_reason: int | str | None
-
-
-class Completion(TypedDict):
-    """A completion that is not streamed."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: None
-    choices: list[CompletionChoice]
-    usage: UsageBody
-
-
-@attrs.frozen
-class CompletionChunks:
-    """Writes the chunks of one streamed response, as :class:`~triolet.wire.chat.ChatChunks`."""
-
-    id: str
-    #: Unix seconds.
-    created: int
-    model: str
-    #: Every chunk has a ``usage`` then, ``null`` but in the last one.
-    include_usage: bool = False
-
-    def text(
-        self,
-        index: int,
-        text: str,
-        *,
-        first: bool = False,  # noqa: ARG002  # one shape for both endpoints: no role here
-        running: UsageBody | None = None,
-    ) -> CompletionChunk:
-        """Write new text of a choice."""
-        return self._chunk(
-            [{"index": index, "text": text, "logprobs": None, "finish_reason": None}], running
-        )
-
-    def finish(
-        self,
-        index: int,
-        reason: FinishReason,
-        stop_reason: int | str | None = None,
-        *,
-        text: str = "",
-        first: bool = False,  # noqa: ARG002  # as above
-        running: UsageBody | None = None,
-    ) -> CompletionChunk:
-        """Write the end of a choice, with its last text where there is some."""
-        choice: CompletionChunkChoice = {
-            "index": index,
-            "text": text,
-            "logprobs": None,
-            "finish_reason": reason.value,
-            "stop_reason": stop_reason,
-        }
-        return self._chunk([choice], running)
-
-    def usage(self, usage: UsageBody) -> CompletionChunk:
-        """Write the totals: the last chunk, and the only one without choices."""
-        return self._chunk([], usage)
-
-    def _chunk(
-        self, choices: list[CompletionChunkChoice], usage: UsageBody | None
-    ) -> CompletionChunk:
-        chunk: CompletionChunk = {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": None,
-            "choices": choices,
-        }
-        if self.include_usage or usage is not None:
-            chunk["usage"] = usage
-        return chunk
-
-
-def completion_choice(
-    index: int, text: str, reason: FinishReason, stop_reason: int | str | None = None
-) -> CompletionChoice:
-    """Write one finished choice."""
-    return {
-        "index": index,
-        "text": text,
-        "logprobs": None,
-        "finish_reason": reason.value,
-        "stop_reason": stop_reason,
-    }
-
-
-def completion(
-    id: str,  # noqa: A002  # the field's name on the wire
-    created: int,
-    model: str,
-    choices: list[CompletionChoice],
-    usage: UsageBody,
-) -> Completion:
-    """Write a whole response; ``created`` in Unix seconds."""
-    return {
-        "id": id,
-        "object": "text_completion",
-        "created": created,
-        "model": model,
-        "system_fingerprint": None,
-        "choices": choices,
-        "usage": usage,
-    }
+    @property
+    def output_logprobs(self) -> int | None:
+        """How many of the most likely tokens to report with each output token, if any."""
+        return self.logprobs
