@@ -18,10 +18,22 @@ from triolet import errors
 from triolet.core import EngineStatistics
 from triolet.observe.metrics import Metrics, ServerState
 from triolet.testing import asgi, engine
-from triolet.wire import common
-from triolet.wire.chat import MAX_MESSAGES, MAX_PARTS, ChatMessage, ChatRequest
+from triolet.wire import common, sampling
+from triolet.wire.chat import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TEMPLATE_KWARGS_BYTES,
+    ChatMessage,
+    ChatRequest,
+)
 from triolet.wire.codec import Length, Within
-from triolet.wire.completions import MAX_PROMPT_IDS, CompletionRequest
+from triolet.wire.completions import (
+    MAX_CHOICES,
+    MAX_PROMPT_IDS,
+    MAX_PROMPTS,
+    CompletionRequest,
+)
+from triolet.wire.tokenize import DetokenizeRequest, TokenizeRequest
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,9 +107,22 @@ MEANINGS = {
     "stream_options": "Only with `stream`; see below.",
     "max_tokens": "Output tokens at most; as many as fit where left out.",
     "max_completion_tokens": "The newer name of `max_tokens`; both must agree.",
-    "temperature": "0 is greedy. 1 where left out.",
-    "top_p": "Keep the likeliest tokens up to this probability. 1 where left out: all.",
-    "top_k": "Keep so many of the likeliest tokens. 0 or -1 is all.",
+    "n": "Choices of each prompt.",
+    "best_of": "Only as another way to write `n`: choices are not ranked.",
+    "min_tokens": "Nothing but the limit ends a choice before it has so many tokens.",
+    "temperature": "0 is greedy.",
+    "top_p": "Keep the likeliest tokens up to this probability; 1 is all.",
+    "top_k": "Keep so many of the likeliest tokens; 0 or -1 is all.",
+    "min_p": "Keep tokens at least this likely, as a share of the likeliest one's probability.",
+    "repetition_penalty": "Divides the logits of all ids in prompt and output; 1 is off.",
+    "presence_penalty": "Taken off the logits of all ids in the output, once; 0 is off.",
+    "frequency_penalty": "The same for each time that an id is in the output.",
+    "logit_bias": "Added to logits: an object of token id to number.",
+    "allowed_token_ids": "No other token can be chosen.",
+    "bad_words": "Words that cannot be completed, at the start of a text or within it.",
+    "prompt_logprobs": "Logprobs of the prompt's tokens, with so many of the likeliest ones.",
+    "return_token_ids": "`prompt_token_ids`, and `token_ids` with each choice or chunk.",
+    "return_tokens_as_token_ids": "Call tokens `token_id:N` in logprobs.",
     "seed": "A seeded request draws the same random numbers whatever it is batched with.",
     "stop": "One string, or an array of strings, that end the text.",
     "stop_token_ids": "Token ids that end the text.",
@@ -106,7 +131,16 @@ MEANINGS = {
     "skip_special_tokens": "Leave special tokens out of the text.",
     "timeout": "Seconds in all; the server's `--request-timeout` where that is less.",
     "messages": "The conversation; see below.",
-    "prompt": "Text, or an array of token ids, or either in an array of one.",
+    "logprobs": "How likely each output token was; see below.",
+    "top_logprobs": "With each, so many of the likeliest ones. Only with `logprobs`.",
+    "add_generation_prompt": "Begin the assistant's turn; where left out, unless the last message "
+    "is continued.",
+    "continue_final_message": "Go on with the last message; not with `add_generation_prompt`.",
+    "chat_template_kwargs": "Variables of the chat template.",
+    "add_special_tokens": "Special tokens that the tokenizer adds. True for texts where left out, "
+    "false for chats, whose templates write them.",
+    "prompt": "Text, or an array of token ids, or an array of these.",
+    "echo": "Repeat the prompt before each choice, with its logprobs if those are asked for.",
     "include_usage": "A last chunk with the token counts, and `usage` in every other.",
     "continuous_usage_stats": "The counts so far in every chunk.",
     "keepalive": "Seconds of silence between comments, in place of `--keepalive`; 0 for none.",
@@ -128,15 +162,77 @@ WITHOUT_EFFECT = {
 #: Limits of fields with a reader of their own, which no annotation tells.
 LIMITS = {
     "keepalive": "0, or at least 1",
-    "stop": f"{common.MAX_STOPS} strings of 1 to {common.MAX_STOP_CHARACTERS} characters",
+    "n": "1 to `--max-n`",
+    "best_of": "the value of `n`",
+    "min_tokens": "at least 0, at most `max_tokens`",
+    "logit_bias": f"{sampling.MAX_BIASES} entries of at most ±{sampling.MAX_BIAS:g}",
+    "allowed_token_ids": f"1 to {sampling.MAX_ALLOWED_TOKEN_IDS} ids",
+    "bad_words": f"{sampling.MAX_BAD_WORDS} strings of 1 to {sampling.MAX_BAD_WORD_CHARACTERS} "
+    "characters",
+    "prompt_logprobs": "0 to `--max-logprobs`",
+    "top_logprobs": "0 to `--max-logprobs`",
+    "chat_template_kwargs": f"{MAX_TEMPLATE_KWARGS_BYTES} bytes",
+    "stop": f"{sampling.MAX_STOPS} strings of 1 to {sampling.MAX_STOP_CHARACTERS} characters, "
+    f"{sampling.MAX_STOPS_CHARACTERS} in all",
     "seed": "64 bits",
     "top_k": "-1 or more",
     "messages": f"1 to {MAX_MESSAGES}",
     "content": f"1 to {MAX_PARTS} parts",
-    "prompt": f"not empty; 1 to {MAX_PROMPT_IDS} ids",
+    "prompt": f"1 to {MAX_PROMPTS} prompts, not empty, of at most {MAX_PROMPT_IDS} ids; times `n`, "
+    f"at most {MAX_CHOICES}",
     "metadata": f"{common.MAX_METADATA_PAIRS} pairs of strings of at most "
     f"{common.MAX_METADATA_KEY_CHARACTERS} and {common.MAX_METADATA_VALUE_CHARACTERS} characters",
 }
+
+#: What a field means on an endpoint where it is something else.
+MEANINGS_AT = {
+    (CompletionRequest, "logprobs"): "So many of the likeliest tokens with each; 0 for the output "
+    "tokens alone.",
+    (TokenizeRequest, "prompt"): "A text. Instead of `messages`.",
+    (TokenizeRequest, "messages"): "A chat. Instead of `prompt`.",
+    (TokenizeRequest, "model"): "May be left out.",
+    (TokenizeRequest, "return_token_strs"): "How the vocabulary writes each token, too.",
+    (DetokenizeRequest, "model"): "May be left out.",
+    (DetokenizeRequest, "tokens"): "Token ids.",
+}
+LIMITS_AT = {
+    (CompletionRequest, "logprobs"): "0 to `--max-logprobs`",
+    (TokenizeRequest, "prompt"): "one text",
+    (DetokenizeRequest, "tokens"): f"at most {MAX_PROMPT_IDS} ids",
+}
+DEFAULTS = """\
+## What a field means that is left out
+
+`temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty` and, for chats, the limit of output
+tokens come from the model's `generation_config.json` if it has them, and with
+`--generation-config none` they do not.
+Otherwise they are OpenAI's: 1, 1, off, off, off, and as many tokens as fit.
+Text completions have at most 16, as at OpenAI.
+Without a `seed`, each prompt draws one of its own, unless the server has `--seed`.
+
+Bans and biases come first, then the penalties, the temperature, `min_p`, `top_k` and `top_p`.
+"""
+LOGPROBS = """\
+## Logprobs
+
+They are natural logarithms of the model's own distribution: before temperature, penalties, biases,
+masks and cuts.
+There is one entry for each output token, the one that ended the text included.
+
+- The likeliest tokens are the true ones: the token that was chosen has its own entry and takes none
+  of their places. In `top_logprobs` of `/v1/completions` it stands beside them.
+- `token` is the token's own text, or `bytes:\\xNN…` where it is no whole character.
+  `bytes` are its own bytes, so that those of all tokens, joined, are the text; `null` for a special
+  token that the text leaves out.
+- `text_offset` counts characters. Tokens of one character have the same one.
+  With `echo` it counts those of the prompt's ids: special tokens that the prompt spells out
+  are not in it.
+  Behind a stop it goes on as if nothing had been cut off.
+- What is less likely than `-9999.0` is written so. There is no NaN and no infinity.
+- `prompt_logprobs` is vLLM's: `null` for the first token, then for each an object by token id.
+  It stands in the choices of a text completion and beside those of a chat.
+  In a stream it comes with the first text.
+"""
 
 METRICS = """\
 # Metrics
@@ -217,6 +313,11 @@ def fields_page() -> str:
         _fields(CompletionRequest, skip=shared),
         "## `stream_options`\n",
         _fields(common.StreamOptions, skip=set()),
+        DEFAULTS,
+        LOGPROBS,
+        "## `/tokenize` and `/detokenize`\n",
+        _fields(TokenizeRequest, skip=set()),
+        _fields(DetokenizeRequest, skip=set()),
         "## Accepted without effect\n",
         *(f"- `{name}`: {why}" for name, why in WITHOUT_EFFECT.items()),
         "\n## Refused\n",
@@ -225,6 +326,7 @@ def fields_page() -> str:
         _refused("`/v1/chat/completions`", ChatRequest.refuses, common.REFUSED),
         _refused("A message", ChatMessage.refuses, {}),
         _refused("`/v1/completions`", CompletionRequest.refuses, common.REFUSED),
+        _refused("`/tokenize`", TokenizeRequest.refuses, {}),
         _refused("`stream_options`", common.StreamOptions.refuses, {}),
     ]
     return "\n".join(parts)
@@ -236,8 +338,10 @@ def _fields(cls: type[attrs.AttrsInstance], *, skip: set[str]) -> str:
     for field in attrs.fields(cls):
         if field.name in skip or field.name in WITHOUT_EFFECT:
             continue
-        limits = LIMITS.get(field.name) or _limits(hints[field.name])
-        rows.append(f"| `{field.name}` | {limits} | {MEANINGS[field.name]} |")
+        place = (cls, field.name)
+        limits = LIMITS_AT.get(place) or LIMITS.get(field.name) or _limits(hints[field.name])
+        meaning = MEANINGS_AT.get(place) or MEANINGS[field.name]
+        rows.append(f"| `{field.name}` | {limits} | {meaning} |")
     return "\n".join(rows) + "\n"
 
 
