@@ -85,8 +85,8 @@ def _scripted(config: Config) -> Served:
 
 def _local(config: Config) -> Served:
     try:
-        from triolet.engine.gguf import find_packaged_model  # noqa: PLC0415 - as above
-        from triolet.engine.local import EngineOptions, load_engine  # noqa: PLC0415 - an extra
+        from triolet.engine.gguf import find_packaged_model  # noqa: PLC0415 - an extra
+        from triolet.engine.local import EngineOptions, load_engine  # noqa: PLC0415 - as above
         from triolet.prompt.huggingface import load_tokenizer  # noqa: PLC0415 - as above
     except ImportError as error:
         raise ModelLoadError(TORCH_HINT) from error

@@ -14,7 +14,7 @@ from triolet.errors import ContextLengthError, InvalidRequestError, ModelNotFoun
 from triolet.output.logprobs import Spelling
 from triolet.runtime.lifecycle import Served, TextOptions
 from triolet.server.answer import ShownPrompt, Wanted
-from triolet.server.sampling import EncodedWords, check_ids, sampling_params
+from triolet.server.sampling import EncodedWords, sampling_params
 from triolet.wire.completions import CompletionRequest
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ TIMEOUT_HEADER = "X-Request-Timeout"
 class Prompt:
     """A tokenized prompt, and its text where a response repeats it."""
 
+    #: Inside the vocabulary: the tokenizer sees to it for text, whoever reads ids checks them.
     ids: tuple[int, ...]
     #: As messages name it: ``prompt[1]``, ``messages``.
     param: str
@@ -180,26 +181,31 @@ def engine_requests(
     """
     seed = default_seed if fields.seed is None else fields.seed
     prompt_logprobs = _prompt_logprobs(fields, prompts)
-    requests: list[EngineRequest] = []
-    for number, prompt in enumerate(prompts):
-        params = sampling_params(
-            fields,
-            served.info,
-            words,
-            max_tokens=_max_tokens(prompt, limit, served.info),
-            logprobs=fields.output_logprobs,
-            prompt_logprobs=prompt_logprobs,
-        )
-        requests.append(
-            EngineRequest(
-                id=RequestId(request_id if len(prompts) == 1 else f"{request_id}:{number}"),
-                prompt_ids=prompt.ids,
+    room = [_max_tokens(prompt, limit, served.info) for prompt in prompts]
+    # The same for all prompts but for the two that are set below; checked for the tightest.
+    params = sampling_params(
+        fields,
+        served.info,
+        words,
+        max_tokens=min(room),
+        logprobs=fields.output_logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+    requests = [
+        EngineRequest(
+            id=RequestId(request_id if len(prompts) == 1 else f"{request_id}:{number}"),
+            prompt_ids=prompt.ids,
+            sampling=attrs.evolve(
+                params,
+                max_tokens=max_tokens,
                 # Prompts without a seed must differ, or one sent twice would be answered twice
                 # in the same words.
-                sampling=attrs.evolve(params, seed=secrets.randbits(64) if seed is None else seed),
-                n=fields.n,
-            )
+                seed=secrets.randbits(64) if seed is None else seed,
+            ),
+            n=fields.n,
         )
+        for number, (prompt, max_tokens) in enumerate(zip(prompts, room, strict=True))
+    ]
     _check_body(fields, requests)
     return tuple(requests)
 
@@ -247,7 +253,6 @@ def _prompt_logprobs(
 def _max_tokens(prompt: Prompt, limit: OutputLimit, info: ModelInfo) -> int:
     if not prompt.ids:
         raise InvalidRequestError("The prompt has no tokens.", param=prompt.param)
-    check_ids(prompt.ids, info.vocab_size, prompt.param)
     room = info.max_model_len - len(prompt.ids)
     if room < (limit.asked or 1):
         raise ContextLengthError(
