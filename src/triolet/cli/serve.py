@@ -68,7 +68,6 @@ async def _run(config: Config, runtime: Runtime) -> Exception | None:
     with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_drain_on_signals, signals, runtime)
-            nursery.start_soon(runtime.run)
             try:
                 async with trio.open_nursery() as server:
                     addresses = await server.start(
@@ -80,6 +79,9 @@ async def _run(config: Config, runtime: Runtime) -> Exception | None:
                         )
                     )
                     logger.info("listening on %s", ", ".join(addresses))
+                    # Only now: a port that is in use must not leave a load in the middle of
+                    # native code behind, which aborts the exit.
+                    await nursery.start(runtime.run)
                     server.start_soon(_announce, runtime, addresses[0])
             except* TrioletError as group:
                 failure = group.exceptions[0]
