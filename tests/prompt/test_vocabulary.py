@@ -85,6 +85,7 @@ def test_byte_level_ids_in_any_order_are_what_the_library_decodes(ids):
 
 
 @given(TEXTS)
+@pytest.mark.slow
 def test_sentencepiece_bytes_are_what_the_library_decodes(text):
     ids = SENTENCEPIECE.encode(text).ids
 
