@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triolet.config import SETTINGS, Config, load, load_config, read_api_keys
-from triolet.config.model import PREFILL_TOKENS_PER_STEP
+from triolet.config.engine_settings import PREFILL_TOKENS_PER_STEP
 from triolet.config.render import as_toml
 from triolet.errors import ConfigError
 
@@ -37,6 +37,9 @@ OTHER_VALUES = {
     "block_size": "32",
     "kv_cache_memory": "1048576",
     "max_num_queued_reqs": "9",
+    "max_num_queued_tokens": "4096",
+    "scheduling_policy": "priority",
+    "engine_stall_timeout": "8.5",
     "max_n": "3",
     "max_logprobs": "0",
     "host": "::1",
@@ -55,6 +58,7 @@ OTHER_VALUES = {
     "commit_after": "1.5",
     "keepalive": "2.5",
     "send_timeout": "3.5",
+    "queue_timeout": "7.5",
     "request_timeout": "4.5",
     "drain_timeout": "6.5",
     "log_level": "debug",

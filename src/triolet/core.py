@@ -87,6 +87,11 @@ class EngineRequest:
     sampling: SamplingParams
     #: Choices to generate from the one prompt, at least 1.
     n: int = 1
+    #: Lower goes first, where the engine is told to heed it.
+    priority: int = 0
+    #: Whose request it is: tenants that wait get equal shares of the engine. Any string; an
+    #: empty one is a tenant like every other.
+    tenant: str = ""
 
 
 @attrs.frozen

@@ -8,10 +8,10 @@ Names follow vLLM's where it has the thing, since scripts and charts use them.
 from __future__ import annotations
 
 import ipaddress
-import os
 
 import attrs
 
+from triolet.config.engine_settings import ENGINE, EngineSettings
 from triolet.config.setting import Setting, setting, settings_of
 from triolet.config.values import (
     MAX_INT,
@@ -28,19 +28,13 @@ from triolet.config.values import (
 from triolet.errors import ConfigError
 
 MODEL = "Model"
-ENGINE = "Engine"
 NETWORK = "Network"
 ACCESS = "Access"
 STREAMS = "Streams"
 TIME = "Time"
 LOGS = "Logs"
 SCRIPT = "Scripted engine"
-
-#: Prompt tokens that a step computes beside one token for every running sequence. On two CPU
-#: cores prefill runs at the same 200 tokens/s in chunks of any size, while a step with 64 of
-#: them takes twice as long as one without and a step with 512 ten times: small chunks cost
-#: little and keep the other streams moving.
-PREFILL_TOKENS_PER_STEP = 64
+GROUPS = (MODEL, ENGINE, NETWORK, ACCESS, STREAMS, TIME, LOGS, SCRIPT)
 
 _PATH = text("PATH", "a path, not empty")
 _KEY = text(
@@ -56,19 +50,8 @@ _NAME = text(
 )
 
 
-def _other_cores(_: object) -> int:
-    """All cores that this process may use but one, which is left to the event loop."""
-    if hasattr(os, "sched_getaffinity"):
-        return max(1, len(os.sched_getaffinity(0)) - 1)
-    return max(1, (os.cpu_count() or 1) - 1)
-
-
-def _decodes_and_a_chunk(config: Config) -> int:
-    return config.max_num_seqs + PREFILL_TOKENS_PER_STEP
-
-
 @attrs.frozen(kw_only=True)
-class Config:
+class Config(EngineSettings):
     """Everything that can be set, checked. Sizes are bytes and times seconds where not named.
 
     Raises:
@@ -152,60 +135,6 @@ class Config:
         choice("auto", "none", also={"vllm": "none"}),
         MODEL,
         help="Whose defaults a request gets: the model's own, or OpenAI's.",
-    )
-
-    threads: int = setting(
-        _other_cores,
-        whole(most=1024),
-        ENGINE,
-        help="CPU threads that compute the model.",
-        default_text="all cores but one",
-        other_variable="OMP_NUM_THREADS",
-    )
-    max_num_seqs: int = setting(
-        32,
-        whole(most=65_536),
-        ENGINE,
-        help="Most sequences that generate at the same time.",
-    )
-    max_num_batched_tokens: int = setting(
-        _decodes_and_a_chunk,
-        whole(),
-        ENGINE,
-        help="Most tokens computed in one step; small steps keep running streams smooth, "
-        "large ones (2048) use a GPU well.",
-        default_text=f"max-num-seqs + {PREFILL_TOKENS_PER_STEP}",
-    )
-    block_size: int = setting(
-        16,
-        whole(most=1024),
-        ENGINE,
-        help="Tokens in one block of the KV cache.",
-    )
-    kv_cache_memory: int | None = setting(
-        None,
-        byte_count(),
-        ENGINE,
-        help="Size of the KV cache in bytes, for example 2GiB.",
-        default_text="sized from free memory",
-    )
-    max_num_queued_reqs: int = setting(
-        256,
-        whole(least=0),
-        ENGINE,
-        help="Most requests that wait for the engine; the next one is answered 429.",
-    )
-
-    # More choices or logprobs than OpenAI gives (128 and 20) help nobody; each choice takes a row
-    # of the batch, and each logprob 120 bytes of memory here and as many on the wire.
-    max_n: int = setting(
-        16, whole(most=128), ENGINE, help="Most choices of one prompt that a request may ask for."
-    )
-    max_logprobs: int = setting(
-        20,
-        whole(least=0, most=1000),
-        ENGINE,
-        help="Most likely tokens that a request may see the logprobs of, per token.",
     )
 
     host: str = setting(
@@ -321,6 +250,12 @@ class Config:
         TIME,
         help="Seconds without progress on a client's socket after which its request ends.",
     )
+    queue_timeout: float = setting(
+        60.0,
+        seconds(zero=True),
+        TIME,
+        help="Seconds that a request may wait for its first step of the engine; 0 for no limit.",
+    )
     request_timeout: float = setting(
         600.0,
         seconds(),
@@ -396,4 +331,6 @@ def _is_loopback(host: str) -> bool:
 
 
 #: One for each field of :class:`Config`, in the order of help and docs.
-SETTINGS: tuple[Setting, ...] = settings_of(Config)
+SETTINGS: tuple[Setting, ...] = tuple(
+    sorted(settings_of(Config), key=lambda described: GROUPS.index(described.group))
+)

@@ -38,6 +38,9 @@ class Backend(Protocol):
     def abort(self, request_id: RequestId) -> None:
         """Drop a request and free what it holds within one step. Idempotent, never lost."""
 
+    def end_choice(self, request_id: RequestId, choice: int) -> None:
+        """Drop one choice of a request, as :meth:`abort` drops all. Idempotent, never lost."""
+
     def pause(self, request_id: RequestId) -> None:
         """Generate no more tokens for this request until resumed. Idempotent."""
 
