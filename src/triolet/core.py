@@ -153,6 +153,8 @@ class EngineStatistics:
     late_aborts: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    #: Of requests held that no step has computed anything of yet; once each, whatever their n.
+    waiting_prompt_tokens: int = 0
 
 
 @attrs.frozen

@@ -15,7 +15,7 @@ from triolet.core import (
 )
 from triolet.engine.blocks import BlockPool
 from triolet.engine.loop import MAX_CONSECUTIVE_FAILURES, Engine
-from triolet.engine.plan import NOTHING_LEFT, Sample, StepSamples
+from triolet.engine.plan import NOT_FINITE, NOTHING_LEFT, Sample, StepSamples
 from triolet.engine.scheduler import Scheduler
 from triolet.errors import EngineError
 
@@ -236,7 +236,7 @@ def test_a_failed_step_fails_a_request_of_many_choices_once(engine, runner):
     assert not engine.has_work
 
 
-@pytest.mark.parametrize("bad", [-2, 50])
+@pytest.mark.parametrize("bad", [-3, 50])
 def test_an_id_outside_the_vocabulary_fails_its_request_alone(engine, runner, bad, caplog):
     engine.add(request("a"))
     engine.add(request("b"))
@@ -258,6 +258,58 @@ def test_a_request_whose_own_masks_leave_nothing_is_told_so(engine, runner):
     assert failure.request_id == "a"
     assert "allowed_token_ids" in failure.message
     assert tokens(result) == [("b", 49)]
+
+
+def test_logits_that_are_not_finite_fail_their_request_alone(engine, runner, caplog):
+    for name in "abc":
+        engine.add(request(name, n=2, max_tokens=2))
+    runner.script = [sampled(7, 8, NOT_FINITE, 9)]
+    results = []
+    while engine.has_work:
+        results.append(engine.step())
+    assert [failed(result) for result in results if result.failures] == [["b"]]
+    [failure] = results[0].failures
+    assert "not finite" in failure.message
+    assert "Request b got logits that are not finite, for choice 0" in caplog.text
+    assert {name for name, _ in tokens(*results[1:])} == {"a", "c"}
+    assert len(tokens(*results)) == 8
+    assert runner.resets == 0
+    stats = engine.statistics()
+    assert (stats.used_rows, stats.used_blocks, stats.late_aborts) == (0, 0, 0)
+
+
+def test_a_prompt_whose_scores_are_not_finite_fails_before_its_first_token(engine, runner, caplog):
+    engine.add(request("a", range(20), prompt_logprobs=0))
+    runner.script = [
+        StepSamples((), {0: (SCORE,) * 16}, unsound_prompts=frozenset({RequestId("a")}))
+    ]
+    result = engine.step()
+    assert failed(result) == ["a"]
+    assert "not finite" in result.failures[0].message
+    assert "prompt whose logits are not finite" in caplog.text
+    assert not engine.has_work
+    assert engine.statistics().used_blocks == 0
+
+
+@pytest.mark.parametrize("mark", [NOT_FINITE, NOTHING_LEFT])
+def test_a_sample_that_could_not_be_owes_no_log_probabilities(engine, runner, mark):
+    engine.add(request("a", logprobs=0))
+    engine.add(request("b"))
+    runner.script = [sampled(mark, 49)]
+    result = engine.step()
+    assert failed(result) == ["a"]
+    assert tokens(result) == [("b", 49)]
+
+
+def test_a_choice_ended_from_outside_is_not_computed_any_more(engine):
+    engine.add(request("a", (1, 2), n=2, max_tokens=3))
+    engine.step()
+    engine.end_choice(RequestId("a"), 0)
+    rest = [engine.step(), engine.step()]
+    assert {o.choice for result in rest for o in result.outputs} == {1}
+    assert not engine.has_work
+    engine.end_choice(RequestId("a"), 1)
+    assert engine.statistics().late_aborts == 1
 
 
 def test_a_runner_that_cannot_be_reset_ends_the_engine(engine, runner):

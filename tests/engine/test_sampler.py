@@ -20,7 +20,8 @@ from transformers import (
 from triolet.core import SamplingParams
 from triolet.engine import inversion
 from triolet.engine import sampler as sampler_module
-from triolet.engine.sampler import NonFiniteLogitsError, uniform
+from triolet.engine.plan import NOT_FINITE
+from triolet.engine.sampler import uniform
 
 pytestmark = pytest.mark.torch
 
@@ -297,15 +298,13 @@ def test_parameters_are_written_once_per_request(monkeypatch):
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 @pytest.mark.parametrize("sampling", [params(0.0), params(), params(top_k=5), params(top_p=0.5)])
-def test_rows_without_finite_logits_are_named(number, sampling):
+def test_a_row_without_finite_logits_is_marked_and_changes_no_other(number, sampling):
     logits = random_logits(3)
-    logits[1, 77] = number
     chunks = [chunk_of(i, sampling) for i in range(3)]
+    expected = sampled(new_sampler(), logits.clone(), chunks)
+    logits[1, 77] = number
 
-    with pytest.raises(NonFiniteLogitsError) as caught:
-        new_sampler().sample(logits, chunks)
-
-    assert caught.value.request_ids == ("request 1",)
+    assert sampled(new_sampler(), logits, chunks) == [expected[0], NOT_FINITE, expected[2]]
 
 
 def test_half_precision_logits_are_sampled_too():

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -113,14 +113,19 @@ class PagedModel:
         self.slots.clear()
 
 
-def request(name="a", prompt=(1, 2, 3), n=1, **sampling) -> EngineRequest:
+def request(name="a", prompt=(1, 2, 3), n=1, priority=0, tenant="", **sampling) -> EngineRequest:
     sampling.setdefault("max_tokens", 4)
     sampling.setdefault("ignore_eos", True)
-    return EngineRequest(RequestId(name), tuple(prompt), SamplingParams(**sampling), n)
+    params = SamplingParams(**sampling)
+    return EngineRequest(RequestId(name), tuple(prompt), params, n, priority, tenant)
 
 
-def scheduler(blocks=8, block_size=2, rows=2, budget=8, max_model_len=16) -> Scheduler:
-    return Scheduler(BlockPool(blocks, block_size), rows, budget, max_model_len, frozenset({EOS}))
+def scheduler(
+    blocks=8, block_size=2, rows=2, budget=8, max_model_len=16, *, heed_priority=False
+) -> Scheduler:
+    pool = BlockPool(blocks, block_size)
+    eos = frozenset({EOS})
+    return Scheduler(pool, rows, budget, max_model_len, eos, heed_priority=heed_priority)
 
 
 def step(sched: Scheduler, token: int = 5):
@@ -656,6 +661,336 @@ def test_a_preempted_choice_takes_over_from_the_last_that_ran():
     assert planned(step(sched)[0]) == [("a1", 4, a1.length - 5)]
 
 
+# Priorities
+
+
+def coming_in(sched: Scheduler) -> list[str]:
+    """The requests in the order in which they begin, until all have ended."""
+    begun = []
+    while sched.has_work:
+        begun += step(sched)[0].first_scheduled
+    return begun
+
+
+@pytest.mark.parametrize(("heed", "expected"), [(True, "dbca"), (False, "abcd")])
+def test_a_lower_priority_comes_in_first_where_priorities_are_heeded(heed, expected):
+    sched = scheduler(rows=1, heed_priority=heed)
+    for name, priority in ("a", 7), ("b", 2), ("c", 2), ("d", -1):
+        sched.add(request(name, priority=priority))
+    assert coming_in(sched) == list(expected)
+
+
+def test_a_head_that_does_not_fit_is_not_overtaken_by_another_priority():
+    sched = scheduler(rows=3, budget=16, heed_priority=True)
+    sched.add(request("a", range(1, 9)))
+    step(sched)
+    sched.add(request("small", [1], priority=1))
+    sched.add(request("big", range(1, 14)))
+    assert [c.request_id for c in step(sched)[0].chunks] == ["a"]
+
+
+def test_a_lower_priority_prompt_goes_before_prefills_under_way():
+    sched = scheduler(blocks=32, rows=4, budget=4, heed_priority=True)
+    sched.add(request("slow", range(12), priority=1))
+    assert planned(step(sched)[0]) == [("slow0", 0, 4)]
+    sched.add(request("same", [1, 2], priority=1))
+    sched.add(request("urgent", [1, 2, 3]))
+    assert planned(step(sched)[0]) == [("urgent0", 0, 3), ("slow0", 4, 1)]
+    assert planned(step(sched)[0]) == [("urgent0", 3, 1), ("slow0", 5, 3)]
+
+
+def test_the_lowest_priority_is_preempted_first_and_of_equals_the_youngest():
+    sched = scheduler(blocks=8, rows=4, budget=16, heed_priority=True)
+    for name, priority in ("low", 5), ("old", 1), ("top", 0), ("young", 1):
+        sched.add(request(name, [1], max_tokens=15, priority=priority))
+    gone = []
+    while len(gone) < 3:
+        before = set(names(sched._roster.running))
+        plan, _ = step(sched)
+        gone += sorted(before - set(names(sched._roster.running)))
+        assert "top" in [chunk.request_id for chunk in plan.chunks]
+    assert gone == ["low", "young", "old"]
+
+
+def test_paused_sequences_are_preempted_before_others_the_last_in_rank_first():
+    sched = scheduler(blocks=8, rows=3, budget=16, heed_priority=True)
+    for name, priority in ("a", 1), ("b", 0), ("c", 9):
+        sched.add(request(name, [1, 2], max_tokens=14, priority=priority))
+    step(sched)
+    step(sched)
+    sched.pause(RequestId("a"))
+    sched.pause(RequestId("b"))
+    gone = []
+    while len(gone) < 2:
+        step(sched)
+        gone += [name for name in names(sched._roster.parked) if name not in gone]
+    assert gone == ["a", "b"]
+
+
+def test_who_was_preempted_comes_back_before_all_of_its_priority_and_after_a_lower_one():
+    sched = scheduler(blocks=8, rows=1, budget=16, heed_priority=True)
+    sched.add(request("a", [1, 2, 3], priority=1))
+    sched.add(request("b", [1, 2, 3], priority=1, tenant="idle"))
+    step(sched)
+    sched.pause(RequestId("a"))
+    sched.add(request("urgent", [1, 2, 3]))
+    step(sched)  # throws out the paused one
+    sched.resume(RequestId("a"))
+    sched.add(request("urgent too", [1, 2, 3]))
+    order = []
+    while sched.has_work:
+        order += [c.request_id for c in step(sched)[0].chunks]
+    assert list(dict.fromkeys(order)) == ["urgent", "urgent too", "a", "b"]
+
+
+def test_nothing_of_a_priority_is_left_behind():
+    sched = scheduler(heed_priority=True)
+    for number in range(50):
+        sched.add(request(f"r{number}", priority=number))
+    for number in range(50):
+        sched.abort(RequestId(f"r{number}"))
+    assert not sched._roster.waiting._lanes
+    assert not sched.has_work
+
+
+# Tenants
+
+
+def test_tenants_come_in_by_the_tokens_they_got_and_each_first_in_first_out():
+    sched = scheduler(rows=1, budget=16)
+    for number in range(4):
+        sched.add(request(f"a{number}", [1, 2], max_tokens=1, tenant="a"))
+    for number in range(2):
+        sched.add(request(f"b{number}", range(9), max_tokens=1, tenant="b"))
+    # 4 tokens each for a (an output counts twice), 11 for b.
+    assert coming_in(sched) == ["a0", "b0", "a1", "a2", "b1", "a3"]
+
+
+def test_who_floods_the_queue_holds_nobody_up():
+    sched = scheduler(rows=1)
+    for number in range(50):
+        sched.add(request(f"flood {number}", max_tokens=1, tenant="flood"))
+    step(sched)
+    sched.add(request("guest", max_tokens=1, tenant="guest"))
+    assert "guest" in coming_in(sched)[:2]
+
+
+def test_output_is_charged_double_while_it_comes():
+    sched = scheduler(rows=1, budget=16)
+    sched.add(request("long", [1], max_tokens=5, tenant="a"))
+    sched.add(request("a", [1], max_tokens=1, tenant="a"))
+    sched.add(request("b", range(9), max_tokens=1, tenant="b"))
+    sched.add(request("c", [1], max_tokens=1, tenant="b"))
+    # long: 1 + 5 * 2 = 11, so b with 9 + 2 is even, and a has waited for its next turn longer.
+    assert coming_in(sched) == ["long", "b", "a", "c"]
+
+
+def test_choices_of_a_request_that_has_begun_go_before_other_tenants():
+    sched = scheduler(rows=1, budget=16)
+    sched.add(request("a", [1], n=2, max_tokens=2, tenant="a"))
+    sched.add(request("b", [1], max_tokens=1, tenant="b"))
+    order = []
+    while sched.has_work:
+        order += [name for name, _, _ in planned(step(sched)[0])]
+    assert list(dict.fromkeys(order)) == ["a0", "a1", "b0"]
+
+
+def test_what_is_computed_again_is_not_charged_again():
+    sched = scheduler(rows=1, budget=16)
+    sched.add(request("a", range(6), max_tokens=9, tenant="a"))
+    step(sched)
+    [a] = sched._roster.running
+    sched.pause(RequestId("a"))
+    sched.add(request("b", max_tokens=1, tenant="b"))
+    step(sched)
+    sched.resume(RequestId("a"))
+    before = a.account.counter
+    step(sched)
+    assert a.computed == 7
+    assert a.account.counter == before + 2
+
+
+def test_a_tenant_that_holds_nothing_is_forgotten():
+    sched = scheduler(rows=1)
+    sched.add(request("stays", max_tokens=1000, tenant="stays"))
+    step(sched)
+    for number in range(2000):
+        sched.add(request("guest", tenant=f"guest {number}"))
+        sched.abort(RequestId("guest"))
+    [lane] = sched._roster.waiting._lanes.values()
+    assert set(lane.shares.accounts) == {"stays"}
+    assert not lane.shares.debts
+
+
+ROWS, MOST_PROMPT, MOST_OUTPUT, MOST_CHOICES = 3, 9, 5, 3
+
+
+def waiting_of(sched: Scheduler, tenant: str) -> int:
+    """Requests of a tenant that have not begun."""
+    return len({s.id for s in sched._roster.waiting if s.request.tenant == tenant and not s.begun})
+
+
+@pytest.mark.slow
+@given(
+    shapes=st.lists(
+        st.tuples(
+            st.integers(1, MOST_PROMPT), st.integers(1, MOST_OUTPUT), st.integers(1, MOST_CHOICES)
+        ),
+        min_size=2,
+        max_size=8,
+    ),
+    guests=st.lists(st.integers(0, 3), max_size=10),
+    spare=st.integers(0, 20),
+)
+@settings(max_examples=60, deadline=None)
+def test_two_tenants_with_much_to_do_get_the_same_within_a_constant(shapes, guests, spare):
+    """However large their requests are, and whoever else comes by."""
+    sched = scheduler(blocks=8 + spare, rows=ROWS, budget=8)
+    got: Counter[str] = Counter()
+    tenant_of = {}
+    bound = MOST_PROMPT + 2 * (ROWS + MOST_CHOICES - 1) * MOST_OUTPUT
+    ahead = []
+    for tick in range(80):
+        for tenant, first in ("even", 0), ("odd", 1):
+            # One more than can come in at once: it must never be without.
+            while waiting_of(sched, tenant) <= ROWS:
+                prompt, tokens, n = shapes[(first + 2 * len(tenant_of)) % len(shapes)]
+                n = n if first else 1
+                name = f"{tenant} {len(tenant_of)}"
+                tenant_of[name] = tenant
+                sched.add(request(name, range(prompt), n, max_tokens=tokens, tenant=tenant))
+        if tick < len(guests):
+            name = f"guest {tick}"
+            tenant_of[name] = f"guest {guests[tick]}"
+            sched.add(request(name, range(5), max_tokens=2, tenant=tenant_of[name]))
+        plan, outputs = step(sched)
+        for chunk in plan.chunks:
+            if chunk.request_id in plan.first_scheduled and chunk.choice == 0:
+                got[tenant_of[chunk.request_id]] += len(chunk.prompt_ids)
+        for output in outputs:
+            got[tenant_of[output.request_id]] += 2
+        ahead.append(got["even"] - got["odd"])
+    assert max(map(abs, ahead)) <= bound
+    assert max(ahead) - min(ahead) <= 2 * bound, "over any stretch of time"
+    assert min(got["even"], got["odd"]) > 0
+
+
+# The end of a choice from outside
+
+
+def test_a_choice_that_is_ended_frees_at_once_and_its_siblings_go_on():
+    sched = scheduler(blocks=16, rows=3, budget=16)
+    sched.add(request("a", range(1, 6), n=3, max_tokens=3))
+    step(sched)
+    step(sched)
+    assert (sched.statistics().used_rows, sched.statistics().used_blocks) == (3, 2 + 3)
+    assert sched.end_choice(RequestId("a"), 1)
+    sched.check()
+    assert (sched.statistics().used_rows, sched.statistics().used_blocks) == (2, 2 + 2)
+    assert planned(step(sched)[0]) == [("a0", 6, 1), ("a2", 5, 1)]
+
+
+def test_a_choice_that_is_ended_under_a_step_frees_in_apply_and_its_token_is_dropped():
+    sched = scheduler(blocks=16, rows=3, budget=16)
+    sched.add(request("a", range(1, 6), n=2, max_tokens=3))
+    step(sched)
+    plan = sched.plan()
+    assert sched.end_choice(RequestId("a"), 0)
+    assert not sched.end_choice(RequestId("a"), 0)
+    assert all(map(sched.pool.owners, plan.chunks[0].blocks))
+    outputs = sched.apply(plan, sampled(5, 6))
+    assert [(o.choice, o.token_ids) for o in outputs] == [(1, (6,))]
+    sched.check()
+    assert sched.statistics().used_rows == 1
+    assert planned(step(sched)[0]) == [("a1", 5, 1)]
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_leader_ended_in_mid_prompt_leaves_what_is_computed_to_the_next_choice(in_step):
+    sched = scheduler(blocks=16, rows=3, budget=4)
+    sched.add(request("a", range(1, 12), n=3, max_tokens=2))
+    step(sched)
+    plan = sched.plan() if in_step else None
+    assert sched.end_choice(RequestId("a"), 0)
+    if plan is not None:
+        sched.apply(plan, sampled())
+    sched.check()
+    start = 8 if in_step else 4
+    assert planned(step(sched)[0])[0] == ("a1", start, min(4, 11 - start))
+    while sched.statistics().waiting:
+        plan, _ = step(sched)
+    assert planned(plan)[-1] == ("a2", 10, 1)
+    assert sched.statistics().prompt_tokens == 11
+
+
+def test_a_choice_ended_in_the_queue_never_runs():
+    sched = scheduler(blocks=16, rows=3)
+    sched.add(request("a", [1], n=3, max_tokens=1))
+    assert sched.end_choice(RequestId("a"), 0)
+    sched.check()
+    assert planned(step(sched)[0]) == [("a1", 0, 1), ("a2", 0, 1)]
+    assert not sched.has_work
+
+
+def test_the_end_of_the_last_choice_is_the_end_of_the_request():
+    sched = scheduler()
+    sched.add(request("a", [1, 2], n=2))
+    for choice in 1, 0:
+        assert sched.end_choice(RequestId("a"), choice)
+    assert not sched._roster.requests
+    assert not sched.has_work
+    assert not sched.abort(RequestId("a"))
+
+
+@pytest.mark.parametrize(("name", "choice"), [("a", 1), ("a", -1), ("never", 0)])
+def test_the_end_of_a_choice_that_is_not_there_is_late(name, choice):
+    sched = scheduler()
+    sched.add(request("a"))
+    assert not sched.end_choice(RequestId(name), choice)
+    assert sched.statistics().late_aborts == 1
+    assert sched.statistics().waiting == 1
+
+
+def test_a_failed_step_of_nobody_but_ended_choices_costs_their_siblings_their_kv_alone():
+    sched = scheduler(blocks=16, rows=1, budget=16)
+    sched.add(request("a", range(1, 6), n=2, max_tokens=3))
+    plan = sched.plan()
+    sched.end_choice(RequestId("a"), 0)
+    assert sched.fail(plan) == []
+    sched.check()
+    assert planned(step(sched)[0]) == [("a1", 0, 5)]
+
+
+def test_a_paused_request_may_lose_a_choice():
+    sched = scheduler(blocks=16, rows=2)
+    sched.add(request("a", [1, 2, 3], n=3, max_tokens=9))
+    step(sched)
+    step(sched)
+    sched.pause(RequestId("a"))
+    for choice in 0, 2:
+        assert sched.end_choice(RequestId("a"), choice)
+        sched.check()
+    assert not sched.has_work
+    sched.resume(RequestId("a"))
+    assert planned(step(sched)[0]) == [("a1", 3, 1)]
+
+
+def test_prompt_tokens_that_wait_are_those_of_requests_that_have_not_begun():
+    sched = scheduler(rows=1)
+    sched.add(request("a", [1, 2, 3], n=2))
+    sched.add(request("b", [1, 2]))
+    sched.add(request("c", [1]))
+    assert sched.statistics().waiting_prompt_tokens == 6
+    sched.pause(RequestId("c"))
+    step(sched)
+    assert sched.statistics().waiting_prompt_tokens == 3
+    sched.abort(RequestId("b"))
+    sched.end_choice(RequestId("a"), 1)
+    assert sched.statistics().waiting_prompt_tokens == 1
+    sched.abort(RequestId("c"))
+    assert sched.statistics().waiting_prompt_tokens == 0
+
+
 # Log-probabilities
 
 
@@ -720,13 +1055,19 @@ SITUATIONS = {
     "a pause met a leader in mid-prompt",
     "all choices came from one prefill",
     "an abort met choices in the step and choices in the queue",
+    "a choice was ended under a step",
+    "a choice was ended between steps and its siblings went on",
+    "a lower priority came in first",
+    "tenants waited for each other",
 }
 # What it meets in most runs, if not in all: these have tests of their own above.
 RARE = {
+    "a victim was older than one spared for its priority",
     "a choice came in again on shared blocks, with output",
     "a leader was preempted after a follower of it",
     "a leader was preempted in mid-prompt while others waited for it",
     "a step of shared blocks failed",
+    "an ended leader left half a prompt",
     "prompt scores came after a preemption",
 }
 
@@ -750,10 +1091,14 @@ class AnyInterleaving(RuleBasedStateMachine):
         rows=st.integers(1, 5),
         over=st.integers(0, 6),
         max_model_len=st.integers(4, 12),
+        heed=st.booleans(),
     )
-    def start(self, spare, block_size, rows, over, max_model_len):
+    def start(self, spare, block_size, rows, over, max_model_len, heed):
         pool = BlockPool(-(-max_model_len // block_size) + spare, block_size)
-        self.sched = Scheduler(pool, rows, rows + over, max_model_len, frozenset({EOS}))
+        self.sched = Scheduler(
+            pool, rows, rows + over, max_model_len, frozenset({EOS}), heed_priority=heed
+        )
+        self.heed = heed
         self.roster = self.sched._roster
         self.model = PagedModel(block_size)
         self.plan: StepPlan | None = None
@@ -765,7 +1110,7 @@ class AnyInterleaving(RuleBasedStateMachine):
         self.computed: Counter[RequestId] = Counter()
         self.preempted: set[RequestId] = set()
         self.thrown_out: set[Key] = set()
-        self.scores: dict[RequestId, list[tuple[TokenLogprobs, ...]]] = defaultdict(list)
+        self.resumed: set[RequestId] = set()
 
     def live(self) -> set[RequestId]:
         """The requests that have a choice to go."""
@@ -790,19 +1135,23 @@ class AnyInterleaving(RuleBasedStateMachine):
         stops=st.frozensets(st.integers(0, VOCAB - 1), max_size=2),
         logprobs=st.sampled_from([None, 0]),
         prompt_logprobs=st.sampled_from([None, 0]),
+        priority=st.integers(0, 2),
+        tenants=st.text("abc", min_size=1, max_size=2),
     )
-    def add(self, prompts, n, **sampling):
+    def add(self, prompts, n, priority, tenants, **sampling):
         sampling["stop_token_ids"] = sampling.pop("stops")
         for i, prompt in enumerate(prompts):
-            self.add_one(prompt, n if i == 0 else 1, sampling)
+            self.add_one(prompt, n if i == 0 else 1, sampling, priority, tenants[i % len(tenants)])
 
-    def add_one(self, prompt, n, sampling):
+    def add_one(self, prompt, n, sampling, priority=0, tenant="a"):
         number = len(self.requests)
         req = EngineRequest(
             RequestId(f"r{number:03}"),
             tuple((number + i) % VOCAB for i in range(min(prompt, self.sched.max_model_len - 1))),
             SamplingParams(seed=number, **sampling),
             n,
+            priority,
+            tenant,
         )
         self.sched.add(req)
         self.requests[req.id] = req
@@ -821,6 +1170,28 @@ class AnyInterleaving(RuleBasedStateMachine):
         self.held -= choices
         self.paused.discard(name)
 
+    @rule(which=st.integers(0, 99), choice=st.integers(0, 5))
+    def end_choice(self, which, choice):
+        name = self.pick(which)
+        choice %= self.requests[name].n if name in self.requests else 1
+        lives = (name, choice) in self.held
+        under_way = (name, choice) in keys(self.plan)
+        [seq] = [s for s in self.roster.requests.get(name, ()) if s.choice == choice] or [None]
+        half = lives and seq.computed and not seq.output_ids and not self.roster.ready(seq)
+        siblings = {s for s in self.roster.requests.get(name, ()) if s is not seq}
+        assert self.sched.end_choice(name, choice) == lives
+        self.held.discard((name, choice))
+        SEEN["a choice was ended under a step"] += lives and under_way
+        if lives and not under_way:
+            assert seq.row is None
+            assert seq not in {*self.roster.waiting, *self.roster.parked, *self.roster.running}
+            assert siblings == set(self.roster.requests.get(name, ()))
+            runs = any(s.row is not None for s in siblings)
+            SEEN["a choice was ended between steps and its siblings went on"] += bool(siblings)
+            SEEN["an ended leader left half a prompt"] += bool(half and runs)
+        if name not in self.live():
+            self.paused.discard(name)
+
     @rule(which=st.integers(0, 99))
     def pause(self, which):
         name = self.pick(which)
@@ -833,6 +1204,7 @@ class AnyInterleaving(RuleBasedStateMachine):
     def resume(self, which):
         name = self.pick(which)
         assert self.sched.resume(name) == (name in self.paused)
+        self.resumed |= {name} & self.paused
         self.paused.discard(name)
 
     @precondition(lambda self: self.plan is None and self.held)
@@ -841,16 +1213,19 @@ class AnyInterleaving(RuleBasedStateMachine):
         has_work = self.sched.has_work
         before = {s: (len(s.blocks), self.roster.ready(s)) for s in self.roster.running}
         running = [s for s in before if not s.paused]
-        oldest = key(min(running, key=lambda s: s.arrival)) if running else None
+        first_in_rank = min(running, key=self.rank) if running else None
         queue = list(self.roster.waiting)
+        begun = {s for s in queue if s.begun}
         self.plan = self.sched.plan()
         assert (self.plan is not None) == has_work == bool(self.live() - self.paused)
         self.see_preemptions(before)
         if self.plan is None:
             return
         self.see_admissions(queue)
+        self.see_order(queue, begun)
         ids = keys(self.plan)
-        assert oldest is None or oldest in ids, "the oldest is in every plan"
+        if first_in_rank and not any(s.priority < first_in_rank.priority for s in queue):
+            assert key(first_in_rank) in ids, "the first in rank is in every plan"
         assert len(set(ids)) == len(ids)
         assert {name for name, _ in ids} <= self.live() - self.paused
         assert len({chunk.row for chunk in self.plan.chunks}) == len(ids)
@@ -867,8 +1242,41 @@ class AnyInterleaving(RuleBasedStateMachine):
             stop = min(chunk.start + len(chunk.token_ids), prompt)
             self.computed[chunk.request_id] += max(0, stop - chunk.start)
 
+    def rank(self, sequence):
+        return (sequence.request.priority if self.heed else 0), sequence.arrival
+
+    def see_order(self, queue, begun):
+        """Nobody came in before who goes first by the rules that one can tell from outside."""
+        came_in = [s for s in queue if s in self.roster.running]
+        left = [s for s in queue if s in self.roster.waiting and self.roster.ready(s)]
+        for s in came_in:
+            priority = self.rank(s)[0]
+            for other in left:
+                assert self.rank(other)[0] >= priority, "priority goes first"
+                if self.rank(other)[0] > priority:
+                    SEEN["a lower priority came in first"] += other.arrival < s.arrival
+                elif s not in begun:
+                    assert other not in begun or other.id == s.id, "who has begun goes first"
+                    same = other.request.tenant == s.request.tenant
+                    SEEN["tenants waited for each other"] += not same
+                    resumed = {s.id, other.id} & self.resumed
+                    if same and other.id != s.id and not resumed:
+                        assert s.arrival < other.arrival, "a tenant's own go in order"
+
+    def see_victims(self, gone, before):
+        """Who is last in rank goes first, among the paused and, after all of them, the others."""
+        active = [s for s in before if not s.paused and s in self.roster.running]
+        paused = [s for s in before if s.paused and s in self.roster.running]
+        for s in gone:
+            assert s.paused or not paused, "paused ones go first"
+            for spared in paused if s.paused else active:
+                assert self.rank(spared) < self.rank(s), "the last in rank goes first"
+                older = s.arrival < spared.arrival
+                SEEN["a victim was older than one spared for its priority"] += older
+
     def see_preemptions(self, before):
         gone = [s for s in before if s not in self.roster.running]
+        self.see_victims(gone, before)
         self.preempted |= {s.id for s in gone}
         for s in gone:
             follows = s.choice > 0 and self.roster.leader(s) is not None
@@ -883,17 +1291,19 @@ class AnyInterleaving(RuleBasedStateMachine):
         came_in = [s for s in queue if s in self.roster.running]
         passed = [s for s in queue if s in self.roster.waiting and not self.roster.ready(s)]
         SEEN["a choice was passed over"] += bool(passed and came_in)
-        # Arrival says who stood behind only among those never preempted, so the queue does.
-        overtaken = [
-            s
-            for s in passed
-            if any(queue.index(s) < queue.index(o) and o.id != s.id for o in came_in)
-        ]
-        SEEN["a choice was overtaken"] += bool(overtaken)
-        if overtaken:
+        place = {k: i for i, k in enumerate(keys(self.plan))}
+
+        def overtaken_by(s):
+            leader = self.roster.leader(s)
+            if leader in came_in:  # it was passed over right behind its leader
+                return [o for o in came_in if place[key(o)] > place[key(leader)]]
+            # Arrival says who stood behind only among those never preempted, so the queue does.
+            return [o for o in came_in if queue.index(s) < queue.index(o)]
+
+        kept = [s for s in passed if overtaken_by(s)]
+        SEEN["a choice was overtaken"] += bool(kept)
+        if kept:
             reach = len(self.roster.free_rows) + sum(s.paused for s in self.roster.running)
-            last = max(queue.index(s) for s in came_in)
-            kept = [s for s in passed if queue.index(s) < last]
             assert len(kept) <= reach, "whoever overtakes leaves a row"
             paused = [s for s in self.roster.running if s.paused]
             blocks = self.sched.pool.free_blocks + self.roster.reclaimable(paused)
@@ -978,10 +1388,11 @@ class AnyInterleaving(RuleBasedStateMachine):
             self.paused.add(name)
         for _ in range(2 if picks is mid_prompt else 1):
             size = self.sched.max_model_len if picks is mid_prompt else prompt
-            self.add_one(size, 1, {"max_tokens": max_tokens})
+            self.add_one(size, 1, {"max_tokens": max_tokens}, which % 3, "abc"[which % 2])
         self.steps(2)
         if name in self.paused:
             assert self.sched.resume(name)
+            self.resumed.add(name)
             self.paused.discard(name)
         self.steps(1 + max_tokens)
 
@@ -1000,14 +1411,19 @@ class AnyInterleaving(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(
-        acts=st.lists(st.tuples(st.sampled_from(["abort", "pause", "resume"]), st.integers(0, 99))),
+        acts=st.lists(
+            st.tuples(
+                st.sampled_from(["abort", "end_choice", "pause", "resume"]), st.integers(0, 99)
+            )
+        ),
         fails=st.sampled_from([False, False, True]),
     )
     def meddle_with_a_step(self, acts, fails):
         if self.plan is None:
             self.begin()
         for act, which in acts:
-            getattr(self, act)(which)
+            more = (which // 7,) if act == "end_choice" else ()
+            getattr(self, act)(which, *more)
             self.books_balance()
         if self.plan is not None:
             self.fail() if fails else self.finish()
@@ -1030,6 +1446,7 @@ class AnyInterleaving(RuleBasedStateMachine):
             return
         for name in sorted(self.paused):
             self.sched.resume(name)
+        self.resumed |= self.paused
         self.paused.clear()
         # Each step gets the oldest on by a token at least; twice, as an older one may come back.
         for _ in range(2 * (1 + len(self.held)) * self.sched.max_model_len):

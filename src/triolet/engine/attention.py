@@ -12,6 +12,9 @@ sliding windows are ours; whatever else would change the result is refused, neve
 Rule 2. Each layer first writes the step's keys and values into the pool, then reads. A token
 sees the positions up to its own that lie in its window (``query - key < window``).
 Rule 3. What depends on the step alone is computed once per step and distinct window.
+Rule 4. Pages are read whole and masked. What lies behind a sequence's last token is its own from an
+earlier step, or zero: a chunk that is the first to write to a page clears the rest of it, so that
+numbers which are not finite never pass from one sequence to the next.
 
 The paged layout follows Kwon et al., "Efficient Memory Management for Large Language Model
 Serving with PagedAttention" (SOSP 2023).
@@ -102,6 +105,7 @@ class Step:
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
+        cleared: list[int] = []
         for chunk in self._chunks:
             end = chunk.start + len(chunk.token_ids)
             if not chunk.token_ids or len(chunk.blocks) * size < end:
@@ -109,11 +113,17 @@ class Step:
             ids += chunk.token_ids
             positions += range(chunk.start, end)
             slots += [chunk.blocks[p // size] * size + p % size for p in range(chunk.start, end)]
+            page, used = divmod(end - 1, size)
+            if chunk.start <= page * size:
+                begin = chunk.blocks[page] * size
+                cleared += range(begin + used + 1, begin + size)
         #: int64 ``[1, T]`` each.
         self.input_ids = self._tensor(ids).unsqueeze(0)
         self.position_ids = self._tensor(positions).unsqueeze(0)
         #: int64 ``[T]``: where each token's key and value go.
         self.slots = self._tensor(slots)
+        #: int64: the rest of the pages that the step is the first to write to; rule 4.
+        self.cleared = self._tensor(cleared)
         #: Layers that have attended in this step.
         self.layers: set[int] = set()
         self._views: dict[int | None, tuple[_DecodeView | None, list[_PrefillView]]] = {}
@@ -342,6 +352,8 @@ def compute_logits(model: Any, step: Step, keep: Tensor) -> Tensor:  # noqa: ANN
     Returns:
         ``[R, vocabulary]`` in the model's dtype, final soft-capping and scaling included.
     """
+    if step.cleared.numel():
+        step.pool.clear(step.cleared)
     output = model(
         input_ids=step.input_ids,
         position_ids=step.position_ids,

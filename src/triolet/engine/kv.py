@@ -57,9 +57,9 @@ class KvPool:
     ``value_pages`` as views by page. The layout is the one that
     ``torch.nn.attention.varlen.varlen_attn`` takes with a block table.
 
-    Nothing is ever cleared: what a page held before is masked by whoever reads it. That is
-    sound only for finite numbers (a weight of 0 times NaN is NaN), so after a step with
-    non-finite logits the engine drops the pool and builds a new one.
+    What a page held before is masked by whoever reads it. That is sound only for finite numbers (a
+    weight of 0 times NaN is NaN), and a request whose numbers went wrong leaves others behind. So
+    whoever is the first to write to a page clears the slots behind its own (:meth:`clear`).
     """
 
     def __init__(
@@ -79,15 +79,20 @@ class KvPool:
         size = (num_blocks, block_size, shape.kv_heads, shape.head_dim)
         # A tensor made under inference_mode could not be written outside it.
         with torch.inference_mode(mode=False):
-            self.key_pages = self._pages(size)
-            self.value_pages = self._pages(size)
+            self._keys, self._values = self._pages(size), self._pages(size)
+        self.key_pages = self._keys.unbind()
+        self.value_pages = self._values.unbind()
         self.keys = [pages.flatten(0, 1) for pages in self.key_pages]
         self.values = [pages.flatten(0, 1) for pages in self.value_pages]
 
-    def _pages(self, size: tuple[int, ...]) -> list[torch.Tensor]:
-        return [
-            _zeros(size, dtype=self.dtype, device=self.device) for _ in range(self.shape.num_layers)
-        ]
+    def clear(self, slots: torch.Tensor) -> None:
+        """Write zeros to these slots, int64 ``[n]``, in all layers."""
+        for pages in (self._keys, self._values):
+            pages.flatten(1, 2).index_fill_(1, slots, 0)
+
+    def _pages(self, size: tuple[int, ...]) -> torch.Tensor:
+        # One tensor for all layers, so that clearing is one operation.
+        return _zeros((self.shape.num_layers, *size), dtype=self.dtype, device=self.device)
 
 
 def _zeros(size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

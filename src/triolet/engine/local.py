@@ -41,6 +41,8 @@ class EngineOptions:
     kv_cache_bytes: int | None
     #: Most likely ids reported per token at most.
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    #: Whether requests of a lower ``priority`` go first; else it means nothing.
+    heed_priority: bool = False
 
 
 @attrs.frozen(eq=False)
@@ -93,6 +95,7 @@ def load_engine(
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=max_model_len,
         eos_token_ids=weights.eos_token_ids,
+        heed_priority=options.heed_priority,
     )
     engine = Engine(scheduler, runner, vocab_size=weights.vocab_size)
     return LocalEngine(engine, weights, max_model_len)

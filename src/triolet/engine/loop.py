@@ -4,15 +4,17 @@ Theory of operation
 -------------------
 
 The thread that owns an :class:`Engine` is the only one that touches it. It hands in what
-clients want (``add``, ``abort``, ``pause``, ``resume``), and calls :meth:`Engine.step` while
-``has_work``. Nothing here waits.
+clients want (``add``, ``abort``, ``end_choice``, ``pause``, ``resume``), and calls
+:meth:`Engine.step` while ``has_work``. Nothing here waits.
 
 A step that fails in the runner (out of memory, a bad kernel) costs the requests of that step
 and nothing else: they end as failures, the runner rebuilds its KV, every other sequence that
 had KV is computed again, and the engine lives on. Where that does not help, it raises
 :class:`~triolet.errors.EngineError`, and the thread is meant to die of it.
 
-A sampled id outside the vocabulary is the failure of its own request alone, all choices of it.
+A sampled id outside the vocabulary, a request that leaves no id to choose and logits that are not
+finite are the failure of their own request alone, all choices of it. The others of the step get
+what they would have got without it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import TYPE_CHECKING, Protocol
 import attrs
 
 from triolet.core import RequestFailure, RequestId, StepResult
-from triolet.engine.plan import NOTHING_LEFT
+from triolet.engine.plan import NOT_FINITE, NOTHING_LEFT
 from triolet.engine.scheduler import Scheduler
 from triolet.errors import ClientError, EngineError
 
@@ -45,6 +47,10 @@ _STEP_FAILURE = (
 _NOTHING_LEFT_FAILURE = (
     "What this request allows and forbids leaves no token to choose: check allowed_token_ids, "
     "bad_words, logit_bias and min_tokens."
+)
+_NOT_FINITE_FAILURE = (
+    "The model computed numbers that are not finite (NaN or infinity) for this request; it cannot "
+    "go on. The same prompt will most likely fail again."
 )
 _ID_FAILURE = "The model produced a token outside its vocabulary; this request cannot go on."
 
@@ -96,6 +102,10 @@ class Engine:
     def abort(self, request_id: RequestId) -> None:
         """Drop a request; a no-op, but counted, where the id is not held."""
         self._scheduler.abort(request_id)
+
+    def end_choice(self, request_id: RequestId, choice: int) -> None:
+        """Drop one choice; a no-op, but counted, where it is not held."""
+        self._scheduler.end_choice(request_id, choice)
 
     def pause(self, request_id: RequestId) -> None:
         """Compute nothing for this request until resumed. Idempotent."""
@@ -172,26 +182,36 @@ class Engine:
         return [RequestFailure(request_id, _STEP_FAILURE) for request_id in dropped]
 
     def _drop_impossible(self, plan: StepPlan, result: StepSamples) -> list[RequestFailure]:
-        """Abort whoever sampled an impossible id, so that apply() drops token and request."""
+        """Abort whoever cannot go on, so that apply() drops its tokens and the request."""
         failed: dict[RequestId, RequestFailure] = {}
+        for request_id in sorted(result.unsound_prompts):
+            logger.error("Request %s has a prompt whose logits are not finite", request_id)
+            failed[request_id] = RequestFailure(request_id, _NOT_FINITE_FAILURE)
         sampling = [chunk for chunk in plan.chunks if chunk.samples]
         for chunk, sample in zip(sampling, result.samples, strict=True):
             token, request_id = sample.token_id, chunk.request_id
             if token >= 0 and (self._vocab_size is None or token < self._vocab_size):
                 continue
             if token == NOTHING_LEFT:
-                failed.setdefault(request_id, RequestFailure(request_id, _NOTHING_LEFT_FAILURE))
-                self._scheduler.abort(request_id)
-                continue
-            logger.error(
-                "Request %s sampled id %d, outside the vocabulary, for choice %d",
-                request_id,
-                token,
-                chunk.choice,
-            )
-            if request_id not in failed:
-                self._scheduler.abort(request_id)
-                failed[request_id] = RequestFailure(request_id, _ID_FAILURE)
+                message = _NOTHING_LEFT_FAILURE
+            elif token == NOT_FINITE:
+                message = _NOT_FINITE_FAILURE
+                logger.error(
+                    "Request %s got logits that are not finite, for choice %d",
+                    request_id,
+                    chunk.choice,
+                )
+            else:
+                message = _ID_FAILURE
+                logger.error(
+                    "Request %s sampled id %d, outside the vocabulary, for choice %d",
+                    request_id,
+                    token,
+                    chunk.choice,
+                )
+            failed.setdefault(request_id, RequestFailure(request_id, message))
+        for request_id in failed:
+            self._scheduler.abort(request_id)
         return list(failed.values())
 
 
@@ -203,7 +223,8 @@ def _expect_all(plan: StepPlan, result: StepSamples) -> None:
         )
     sampling = [chunk for chunk in plan.chunks if chunk.samples]
     for chunk, sample in zip(sampling, result.samples, strict=True):
-        if chunk.sampling.logprobs is not None and sample.logprobs is None:
+        owed = chunk.sampling.logprobs is not None and sample.token_id >= 0
+        if owed and sample.logprobs is None:
             raise EngineError("The runner left out log-probabilities that a request asked for.")
     given = {index: len(entries) for index, entries in result.prompt_logprobs.items()}
     due = {index: chunk.scores for index, chunk in enumerate(plan.chunks) if chunk.scores_prompt}

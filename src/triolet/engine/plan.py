@@ -50,15 +50,18 @@ class Chunk:
 
 #: The id of a sample that could not be: the request's own masks leave it no id to choose.
 NOTHING_LEFT: Final = -1
+#: The id of a sample that could not be: the model computed NaN or infinity for the row.
+NOT_FINITE: Final = -2
 
 
 @attrs.frozen
 class Sample:
     """What the runner sampled for one chunk with ``samples``."""
 
-    #: Below the size of the vocabulary, or :data:`NOTHING_LEFT`: the request cannot go on.
+    #: Below the size of the vocabulary. Or :data:`NOTHING_LEFT` or :data:`NOT_FINITE`: the request
+    #: cannot go on.
     token_id: int
-    #: Where the request asked for them.
+    #: Where the request asked for them and there is a token.
     logprobs: TokenLogprobs | None = None
 
 
@@ -70,6 +73,8 @@ class StepSamples:
     samples: tuple[Sample, ...]
     #: Per index of a chunk with ``scores_prompt``: one entry per prompt token it predicts.
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = attrs.field(factory=dict)
+    #: Requests whose prompts have log-probabilities that are not finite: they cannot go on.
+    unsound_prompts: frozenset[RequestId] = frozenset()
 
 
 @attrs.frozen

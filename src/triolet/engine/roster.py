@@ -12,16 +12,16 @@ Rules
     with the prompt's last token, which everyone computes to sample from. Those blocks must be
     computed by then and are never written again. All other blocks have one owner.
 4.  Who leaves or is unseated gives up its own blocks and its share in the others.
-5.  A leader that ends with nobody seated behind it leaves row and blocks to the next choice, if
-    that one needs no more: else a prompt would be computed again just because its first
-    choices were short.
+5.  A leader that ends, or is ended, with nobody seated behind it leaves row and blocks to the
+    next choice, with what is computed of the prompt, if that one needs no more: else a prompt
+    would be computed again just because its first choices were short.
 
 :meth:`Roster.check` holds the books against all of these.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import attrs
@@ -29,6 +29,7 @@ import attrs
 from triolet.core import RequestId
 from triolet.engine.blocks import BlockPool
 from triolet.engine.sequence import Sequence, SequenceStatus
+from triolet.engine.waiting import Waiting
 from triolet.errors import EngineError
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ class Roster:
     total_rows: int
     #: The living choices of each request, the oldest first.
     requests: dict[RequestId, list[Sequence]] = attrs.field(factory=dict, init=False)
-    #: The queue, as an ordered set: both ends and any middle are O(1), so mass aborts cost no scan.
-    waiting: OrderedDict[Sequence, None] = attrs.field(factory=OrderedDict, init=False)
+    waiting: Waiting = attrs.field(factory=Waiting, init=False)
     parked: dict[Sequence, None] = attrs.field(factory=dict, init=False)
     running: dict[Sequence, None] = attrs.field(factory=dict, init=False)
     free_rows: list[int] = attrs.field(init=False)
@@ -86,9 +86,9 @@ class Roster:
     # Moves
 
     def enter(self, sequences: list[Sequence]) -> None:
-        """Take in the choices of a request, at the end of the queue."""
+        """Take in the choices of a request: they wait."""
         self.requests[sequences[0].id] = sequences
-        self.waiting.update(dict.fromkeys(sequences))
+        self.waiting.open(sequences)
 
     def seat(self, sequence: Sequence) -> None:
         """Give one that waits a row and blocks, those of its leader where it has one.
@@ -112,58 +112,57 @@ class Roster:
         if sequence.paused:
             self.parked[sequence] = None
         else:
-            self.to_front(sequence)
+            self.waiting.to_front(sequence)
 
     def retire(self, sequence: Sequence) -> None:
-        """Remove one that ended by itself; by rule 5 another may take its place."""
+        """Remove one whose siblings go on; by rule 5 the next may take its place."""
         older, *rest = self.requests[sequence.id]
-        heir = rest[0] if rest and older is sequence and rest[0].row is None else None
+        heir = None
+        if rest and older is sequence and sequence.row is not None and rest[0].row is None:
+            heir = rest[0]
         needed = 0 if heir is None else self.pool.blocks_for(heir.length)
         blocks = sequence.blocks[:needed]
         if heir is None or len(blocks) < needed:
             self.remove(sequence)
             return
         self.pool.share(blocks)
+        # All blocks are its own then, so of the prompt it need compute but the last token.
+        computed = min(sequence.computed, heir.prompt_length - 1)
         self.remove(sequence)
-        self.waiting.pop(heir, None)
         self.parked.pop(heir, None)
-        # All blocks are its own now, so of the prompt only the last token is left to compute.
-        self._run(heir, blocks, heir.prompt_length - 1)
+        self._run(heir, blocks, computed)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence and free what it holds."""
         self._release(sequence)
+        self.waiting.discard(sequence)
+        self.parked.pop(sequence, None)
+        self.running.pop(sequence, None)
+        sequence.status = SequenceStatus.ENDED
         siblings = self.requests[sequence.id]
         siblings.remove(sequence)
         if not siblings:
             del self.requests[sequence.id]
-        for place in (self.waiting, self.parked, self.running):
-            place.pop(sequence, None)
-        sequence.status = SequenceStatus.ENDED
+            self.waiting.close(sequence)
 
     def pause(self, request_id: RequestId) -> None:
         """Mark all choices of a request as paused, and park those that wait."""
         for sequence in self.requests[request_id]:
             sequence.paused = True
             if sequence in self.waiting:
-                del self.waiting[sequence]
+                self.waiting.discard(sequence)
                 self.parked[sequence] = None
 
     def resume(self, request_id: RequestId) -> None:
-        """Undo :meth:`pause`; those parked go to the front of the queue, in order."""
+        """Undo :meth:`pause`; those parked wait in front, in order."""
         for sequence in reversed(self.requests[request_id]):
             sequence.paused = False
             if sequence in self.parked:
                 del self.parked[sequence]
-                self.to_front(sequence)
-
-    def to_front(self, sequence: Sequence) -> None:
-        """Put a sequence in front of the queue."""
-        self.waiting[sequence] = None
-        self.waiting.move_to_end(sequence, last=False)
+                self.waiting.to_front(sequence)
 
     def _run(self, sequence: Sequence, blocks: tuple[int, ...], computed: int) -> None:
-        self.waiting.pop(sequence, None)
+        self.waiting.discard(sequence)
         sequence.row = self.free_rows.pop()
         sequence.blocks = blocks
         sequence.computed = computed
@@ -218,6 +217,7 @@ class Roster:
         for s in self.running:
             doomed = s.status is SequenceStatus.DOOMED and s in in_flight
             yield s.status is not SequenceStatus.RUNNING and not doomed, f"{s.id} runs"
+        yield from self.waiting.violations(self.requests.values())
         for siblings in self.requests.values():
             yield from self._family_violations(siblings)
             for s in siblings:
@@ -230,6 +230,7 @@ class Roster:
         yield siblings != sorted(siblings, key=lambda s: s.arrival), f"{name} is kept by age"
         yield siblings[: len(seated)] != seated, f"{name} runs its older choices first"
         yield len({s.paused for s in siblings}) != 1, f"{name} is paused as one"
+        yield len({s.begun for s in siblings}) != 1, f"{name} begins as one"
         for s in seated:
             yield s.blocks[:shared] != leader.blocks[:shared], f"{name} shares its prompt's blocks"
             yield (

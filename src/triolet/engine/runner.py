@@ -13,7 +13,7 @@ from triolet.engine.kv import KvPool, KvShape
 from triolet.engine.logprobs import DEFAULT_MAX_LOGPROBS
 from triolet.engine.plan import StepSamples
 from triolet.engine.prompt_scores import PromptScores
-from triolet.engine.sampler import NonFiniteLogitsError, Sampler
+from triolet.engine.sampler import Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,9 +69,8 @@ class TorchRunner:
         prompts that are scored.
 
         Raises:
-            NonFiniteLogitsError: A row's logits are not finite. As after any other exception, the
+            EngineError: A block table does not cover its chunk. As after any other exception, the
                 pool's contents are not to be used again: call :meth:`reset`.
-            EngineError: A block table does not cover its chunk.
         """
         if not plan.chunks:
             return StepSamples(samples=())
@@ -84,14 +83,14 @@ class TorchRunner:
                     plan.chunks, last, vocabulary=self._vocabulary, max_top=self._max_logprobs
                 )
                 logits = self._score_prompts(step, rows, prompts)
-                prompt_logprobs = prompts.result()
+                prompt_logprobs, unsound = prompts.result(), frozenset(prompts.unsound)
             else:
                 logits = self._logits(step, rows)
-                prompt_logprobs = {}
+                prompt_logprobs, unsound = {}, frozenset()
             samples = self._sampler.sample(
                 logits, [chunk for chunk in plan.chunks if chunk.samples]
             )
-        return StepSamples(tuple(samples), prompt_logprobs)
+        return StepSamples(tuple(samples), prompt_logprobs, unsound)
 
     def _logits(self, step: Step, positions: list[int]) -> Tensor:
         keep = torch.tensor(positions, dtype=torch.int64, device=self._model.device)
@@ -106,8 +105,6 @@ class TorchRunner:
                 prompts.score(logits[len(rows) :])
             for piece in others:
                 prompts.score(self._logits(step, piece))
-        if prompts.unsound:
-            raise NonFiniteLogitsError(tuple(sorted(prompts.unsound)))
         return logits[: len(rows)]
 
     def reset(self) -> None:

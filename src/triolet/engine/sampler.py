@@ -38,9 +38,8 @@ from triolet.engine.inversion import search, search_row
 from triolet.engine.logprobs import DEFAULT_MAX_LOGPROBS, Scores
 from triolet.engine.masks import RowMasks, apply_masks
 from triolet.engine.penalties import RowPenalties, penalise
-from triolet.engine.plan import NOTHING_LEFT, Sample
+from triolet.engine.plan import NOT_FINITE, NOTHING_LEFT, Sample
 from triolet.engine.ranking import largest, maximum
-from triolet.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,17 +55,6 @@ CANDIDATES: Final = 256
 #: Mantissa bits of a float64: the resolution of the uniform numbers.
 _UNIFORM_BITS: Final = 53
 _SEED_MASK: Final = 2**64 - 1
-
-
-class NonFiniteLogitsError(EngineError):
-    """The model computed NaN or infinity for some rows; the KV pool may hold such numbers too.
-
-    ``request_ids`` are the requests at fault. Reset the runner before the next step.
-    """
-
-    def __init__(self, request_ids: tuple[RequestId, ...]) -> None:
-        super().__init__("The model computed numbers that are not finite.")
-        self.request_ids = request_ids
 
 
 def uniform(seed: int, choice: int, output_index: int) -> float:
@@ -145,10 +133,8 @@ class Sampler:
 
         Returns:
             One sample per row. Its id is :data:`~triolet.engine.plan.NOTHING_LEFT` where the
-            masks of a request allow no id at all.
-
-        Raises:
-            NonFiniteLogitsError: A row has no finite maximum.
+            masks of a request allow no id at all, and :data:`~triolet.engine.plan.NOT_FINITE` where
+            the row has no finite maximum. No other row is changed by such a row.
         """
         if not chunks:
             return []
@@ -165,25 +151,23 @@ class Sampler:
             sound[at] |= empty[at]
         if scores is not None:
             sound[self._index(wanted)] &= scores.finite
-        facts = torch.stack((ids, overflow & ~empty, sound, empty))
+        facts = torch.stack((ids, overflow & sound & ~empty, sound, empty))
         (chosen, overflowed, fine, nothing), answer = _fetch(facts, ids, scores, wanted)
-        if not all(fine):
-            bad = (chunk.request_id for chunk, good in zip(chunks, fine, strict=True) if not good)
-            raise NonFiniteLogitsError(tuple(dict.fromkeys(bad)))
         slow = [i for i, flag in enumerate(overflowed) if flag]
         if slow:
             at = self._index(slow)
             ids[at], _ = self._sample_cut(logits, best, slow, chunks, logits.shape[-1])
             (chosen,), answer = _fetch(ids[None], ids, scores, wanted)
         tokens = [
-            NOTHING_LEFT if none else token for token, none in zip(chosen, nothing, strict=True)
+            (NOTHING_LEFT if none else token) if good else NOT_FINITE
+            for token, good, none in zip(chosen, fine, nothing, strict=True)
         ]
         entries: list[TokenLogprobs | None] = [None] * len(tokens)
         if scores is not None:
             tops = [self._top(rows[i]) for i in wanted]
             read = scores.read(answer, [tokens[i] for i in wanted], tops)
             for i, entry in zip(wanted, read, strict=True):
-                entries[i] = entry if tokens[i] != NOTHING_LEFT else None
+                entries[i] = entry if tokens[i] >= 0 else None
         return [Sample(*pair) for pair in zip(tokens, entries, strict=True)]
 
     def _choose(self, logits: Tensor, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,47 +5,57 @@ Rules
 
 1.  ``plan()`` gives a step, ``apply()`` or ``fail()`` takes its result; one step at a time.
     Everything else may be called at any moment, between the two as well.
-2.  A request of n choices is n sequences, added, paused, resumed and aborted as one. Age is the
-    order in which they were added, by choice within a request, and never changes. Older goes
-    first wherever it matters.
+2.  A request of n choices is n sequences, added, paused, resumed and aborted as one; a choice may
+    be ended alone. A sequence's *rank* is its priority (lower goes first; all are equal where they
+    are not heeded), then its age: the order in which sequences were added, by choice within a
+    request. It never changes. Of those that run, the first in rank goes first.
 3.  A running sequence holds one row, and the blocks of its known tokens. Both are counted:
     no row, no block, no run. Choices share the blocks that their prompt fills (see
     :mod:`~triolet.engine.roster`); a shared block is one block.
-4.  One token budget per step. Decodes (one token left to compute) come first, then prefills
-    under way, then admissions. A prefill that does not fit is cut and goes on in the next
-    step; only its last chunk samples.
-5.  Admission is first in, first out: nobody overtakes a head that does not fit. It takes the
-    blocks of all tokens known so far, and leaves one free for each sequence that runs, so
-    that the next decode does not throw out who just came in. One prefill serves all choices: a
-    choice whose leader still computes their prompt is passed over. It keeps its place in the
-    queue, and a row and blocks are kept free for it, so whoever comes in from behind takes
-    nothing from it but what is left of one step's budget.
-6.  A decode that needs a block takes a free one, else preempts a paused sequence (the
-    youngest first), else the youngest that is younger than itself, else it waits, keeping what
-    it has. An admission takes free or paused ones only. So whoever is the oldest can take
-    from everyone, and is in every plan until it ends.
+4.  One token budget per step. Decodes (one token left to compute) come first; then, by priority,
+    prefills under way before admissions. A prefill that does not fit is cut and goes on in the
+    next step; only its last chunk samples.
+5.  Of those that wait, the head is whom :mod:`~triolet.engine.waiting` says: by priority, then who
+    has begun, then whose tenant got the least service, then first in, first out. Nobody overtakes
+    a head that does not fit. It takes the blocks of all tokens known so far, and leaves one free
+    for each sequence that runs, so that the next decode does not throw out who just came in. A
+    choice whose leader still computes their prompt is passed over: one prefill serves them all. It
+    keeps its place, and a row and blocks are kept free for it, so whoever comes in from behind
+    takes nothing from it but what is left of one step's budget.
+6.  A decode that needs a block takes a free one, else preempts a paused sequence (the last in rank
+    first), else the last in rank if that is behind itself, else it waits, keeping what it has. An
+    admission takes free or paused ones only. So whoever is the first in rank of those that run can
+    take from everyone, and is in every plan until it ends or a lower priority comes in.
 7.  A preempted sequence gives up its row, its blocks (or its share in them) and its computed
-    KV, keeps its output, and goes to the front of the queue, or is parked if it is paused. Later
+    KV, keeps its output, and waits in front of its priority, or is parked if it is paused. Later
     it computes prompt and output again, less what it can share by then.
 8.  A paused sequence is never planned. It keeps its row and blocks until someone needs them.
-    Resumed without them, it goes to the front of the queue.
-9.  An abort frees at once, unless the step under way computes that sequence: then in
-    ``apply()``, since the step still writes to those blocks. Its sampled token is dropped.
+    Resumed without them, it waits in front of its kind.
+9.  An abort, or the end of a choice from outside, frees at once, unless the step under way computes
+    that sequence: then in ``apply()``, since the step still writes to those blocks. Its sampled
+    token is dropped. The siblings of a choice keep the prompt, as far as it is computed.
 10. A sequence ends in ``apply()``: end-of-sequence token (unless ``ignore_eos``), stop id,
     ``max_tokens`` or ``max_model_len``, in this order; the first two not before ``min_tokens``.
 11. Choice 0 reports the prompt's log-probabilities, with its first output. It is the oldest of
     its request, so until then it shares nobody's blocks and computes the whole prompt itself.
+12. A tenant is charged for a prompt when its request begins, and for each output token
+    (:mod:`~triolet.engine.fairness`). What a preemption makes us compute again costs it nothing.
 
-Nobody waits for ever. The pool holds one sequence of ``max_model_len`` and the budget one token
-per row (both are checked at construction), and each preemption gives at least one block, as
-nobody's last block is shared: so by rule 6 the oldest that runs always goes on to its end.
-With nobody running, the head of the queue has no leader to wait for and always fits. A choice
-passed over waits for a leader that runs and is not paused; that one becomes the oldest in time,
-or is preempted, and then stands in the queue before those who wait for it and leads again.
+Nobody of the lowest priority in use waits for ever; where none are heeded, that is everybody. The
+pool holds one sequence of ``max_model_len`` and the budget one token per row (both are checked at
+construction), and each preemption gives at least one block, as nobody's last block is shared: so by
+rule 6 the first in rank that runs goes on to its end. With nobody running, the head has no leader
+to wait for and always fits. A choice passed over waits for a leader that runs and is not paused;
+that one becomes the first in rank in time, or is preempted, and then waits before those that wait
+for it and leads again. Who has begun comes in before others begin, so these are few, and all end.
+Of the others, a tenant that waits is charged no more once what it has begun is over, while each
+admission charges somebody: so, tenants being finitely many as API keys are, after finitely many it
+has the least counter, and its oldest request is the head.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -53,16 +63,19 @@ import attrs
 
 from triolet.core import EngineStatistics, RequestId, TokenOutput
 from triolet.engine.blocks import BlockPool
+from triolet.engine.fairness import OUTPUT_WEIGHT
+from triolet.engine.limits import check_limits
 from triolet.engine.plan import Chunk, StepPlan
 from triolet.engine.roster import Roster
 from triolet.engine.sequence import Sequence, SequenceStatus
-from triolet.errors import ConfigError, ContextLengthError, EngineError, InvalidRequestError
+from triolet.errors import ContextLengthError, EngineError, InvalidRequestError
 
 if TYPE_CHECKING:
     from triolet.core import EngineRequest
     from triolet.engine.plan import StepSamples
 
-_arrival = attrgetter("arrival")
+_priority = attrgetter("priority")
+_rank = attrgetter("priority", "arrival")
 
 
 @attrs.define(eq=False)
@@ -70,7 +83,8 @@ class Scheduler:
     """Continuous batching over a pool of KV blocks; the module says by which rules.
 
     ``max_num_seqs`` is the number of rows, ``max_num_batched_tokens`` the budget of a step,
-    ``max_model_len`` the most tokens one sequence may have, prompt and output together.
+    ``max_model_len`` the most tokens one sequence may have, prompt and output together. Without
+    ``heed_priority`` all requests have the same.
 
     Raises:
         ConfigError: With these numbers a request could wait for ever.
@@ -81,6 +95,7 @@ class Scheduler:
     max_num_batched_tokens: int
     max_model_len: int
     eos_token_ids: frozenset[int]
+    heed_priority: bool = attrs.field(default=False, kw_only=True)
 
     _roster: Roster = attrs.field(init=False, repr=False)
     _plan: StepPlan | None = attrs.field(default=None, init=False, repr=False)
@@ -94,20 +109,12 @@ class Scheduler:
     _output_tokens: int = attrs.field(default=0, init=False)
 
     def __attrs_post_init__(self) -> None:
-        if self.max_num_seqs < 1 or self.max_model_len < 2:  # noqa: PLR2004 - one in, one out
-            raise ConfigError("max_num_seqs must be at least 1, and max_model_len at least 2.")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}), so that every sequence gets its token."
-            )
-        needed = self.pool.blocks_for(self.max_model_len)
-        if self.pool.total_blocks < needed:
-            raise ConfigError(
-                f"The KV pool has {self.pool.total_blocks} blocks of {self.pool.block_size} "
-                f"tokens, but one request of max_model_len ({self.max_model_len}) needs {needed}. "
-                "Give the pool more memory or lower max_model_len."
-            )
+        check_limits(
+            self.pool,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+        )
         self._roster = Roster(self.pool, self.max_num_seqs)
 
     # What comes in
@@ -131,7 +138,10 @@ class Scheduler:
             raise EngineError(f"Request id {request.id!r} was added twice.")
         age = self._arrivals
         self._arrivals += request.n
-        self._roster.enter([Sequence(request, age + i, choice=i) for i in range(request.n)])
+        priority = request.priority if self.heed_priority else 0
+        self._roster.enter([
+            Sequence(request, age + i, choice=i, priority=priority) for i in range(request.n)
+        ])
 
     def abort(self, request_id: RequestId) -> bool:
         """Drop a request; ``False``, and counted, where there is nothing to drop any more."""
@@ -145,6 +155,21 @@ class Scheduler:
             else:
                 self._roster.remove(sequence)
         return True
+
+    def end_choice(self, request_id: RequestId, choice: int) -> bool:
+        """Drop one choice, as :meth:`abort` drops all; its siblings go on.
+
+        With choice 0 ended before its first output, nobody reports the prompt's log-probabilities.
+        """
+        for sequence in self._living(request_id):
+            if sequence.choice == choice:
+                if sequence in self._in_flight:
+                    sequence.status = SequenceStatus.DOOMED
+                else:
+                    self._roster.retire(sequence)
+                return True
+        self._late_aborts += 1
+        return False
 
     def pause(self, request_id: RequestId) -> bool:
         """Plan no token of this request until resumed; ``False`` where that changes nothing."""
@@ -163,10 +188,9 @@ class Scheduler:
         return True
 
     def _living(self, request_id: RequestId) -> tuple[Sequence, ...]:
-        """The choices of a request. An abort leaves none but doomed ones behind."""
-        sequences = tuple(self._roster.requests.get(request_id, ()))
-        doomed = bool(sequences) and sequences[0].status is SequenceStatus.DOOMED
-        return () if doomed else sequences
+        """The choices of a request, less those already dropped."""
+        sequences = self._roster.requests.get(request_id, ())
+        return tuple(s for s in sequences if s.status is not SequenceStatus.DOOMED)
 
     # The step
 
@@ -183,14 +207,16 @@ class Scheduler:
         """
         if self._plan is not None:
             raise EngineError("A step was planned while another was under way.")
-        by_age = sorted(self._roster.running, key=_arrival)
-        active = [s for s in by_age if not s.paused]
-        paused = [s for s in by_age if s.paused]
+        by_rank = sorted(self._roster.running, key=_rank)
+        active = [s for s in by_rank if not s.paused]
+        paused = [s for s in by_rank if s.paused]
         # Growing shortens both lists by whom it preempts, so it comes before the prefills.
         turn = self._grow_decodes(active, paused)
-        turn += [s for s in active if s.remaining > 1]
+        prefills = [s for s in active if s.remaining > 1]
         budget = self.max_num_batched_tokens
-        turn += self._admit(budget - sum(s.remaining for s in turn), len(active), paused)
+        admitted, first = self._admit(budget - len(turn), prefills, len(active), paused)
+        # Stable: of one priority, those under way come first.
+        turn += sorted(prefills + admitted, key=_priority)
 
         planned: dict[Sequence, Chunk] = {}
         for sequence in turn:
@@ -201,7 +227,7 @@ class Scheduler:
         if not planned:
             return None
         self._in_flight = planned
-        self._plan = StepPlan(tuple(planned.values()), self._first_scheduled())
+        self._plan = StepPlan(tuple(planned.values()), tuple(first))
         return self._plan
 
     def apply(self, plan: StepPlan, result: StepSamples) -> list[TokenOutput]:
@@ -218,14 +244,15 @@ class Scheduler:
         outputs: list[TokenOutput] = []
         for index, (sequence, chunk) in enumerate(self._step_over().items()):
             sample = next(samples) if chunk.samples else None
-            if sequence.status is SequenceStatus.DOOMED:
-                self._roster.remove(sequence)
-                continue
             sequence.computed += len(chunk.token_ids)
+            if sequence.status is SequenceStatus.DOOMED:
+                self._roster.retire(sequence)
+                continue
             if chunk.scores_prompt:
                 sequence.prompt_logprobs += result.prompt_logprobs[index]
             if sample is not None:
                 outputs.append(sequence.accept(sample, self.eos_token_ids, self.max_model_len))
+                sequence.account.charge(OUTPUT_WEIGHT)
                 self._output_tokens += 1
                 if outputs[-1].finish is not None:
                     self._roster.retire(sequence)
@@ -234,8 +261,8 @@ class Scheduler:
     def fail(self, plan: StepPlan) -> list[RequestId]:
         """Take it that a step failed and all KV is lost.
 
-        Drops its requests with all their choices, returns their ids less those aborted meanwhile,
-        preempts all others.
+        Drops its requests with all their choices, returns their ids, preempts all others. Who was
+        dropped meanwhile is not of the step any more.
 
         Raises:
             EngineError: Not the step under way.
@@ -243,10 +270,11 @@ class Scheduler:
         self._expect(plan)
         planned = self._step_over()
         dropped = dict.fromkeys(s.id for s in planned if s.status is not SequenceStatus.DOOMED)
-        for request_id in dict.fromkeys(s.id for s in planned):
-            for sequence in tuple(self._roster.requests[request_id]):
-                self._roster.remove(sequence)
-        for sequence in sorted(self._roster.running, key=_arrival, reverse=True):
+        gone = [s for s in planned if s.status is SequenceStatus.DOOMED]
+        gone += [s for request_id in dropped for s in self._roster.requests[request_id]]
+        for sequence in dict.fromkeys(gone):
+            self._roster.remove(sequence)
+        for sequence in sorted(self._roster.running, key=_rank, reverse=True):
             self._preempt(sequence)
         return list(dropped)
 
@@ -272,6 +300,7 @@ class Scheduler:
             late_aborts=self._late_aborts,
             prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
+            waiting_prompt_tokens=roster.waiting.prompt_tokens,
         )
 
     def check(self) -> None:
@@ -306,33 +335,46 @@ class Scheduler:
         sequence.blocks += tuple(blocks)
         return True
 
-    def _admit(self, budget: int, active: int, paused: list[Sequence]) -> list[Sequence]:
-        """Seat whoever comes next in the queue until budget, rows or blocks are spent."""
+    def _admit(
+        self, budget: int, prefills: list[Sequence], active: int, paused: list[Sequence]
+    ) -> tuple[list[Sequence], list[RequestId]]:
+        """Seat whoever comes next until budget, rows or blocks are spent.
+
+        Returns:
+            Who came in, and the requests that begin thereby.
+        """
         roster = self._roster
         admitted: list[Sequence] = []
+        first: list[RequestId] = []
         passed: list[Sequence] = []
         # Blocks to leave alone: one for each that runs, and what those passed over will take.
         claimed = active
-        while budget > 0 and roster.waiting:
-            sequence = next(iter(roster.waiting))
+        ahead = deque(prefills)
+        while (sequence := roster.waiting.head()) is not None:
+            while ahead and ahead[0].priority <= sequence.priority:
+                budget -= ahead.popleft().remaining
             wanted = claimed + roster.missing(sequence)
-            if not self._within_reach(wanted, len(passed) + 1, paused):
+            if budget <= 0 or not self._within_reach(wanted, len(passed) + 1, paused):
                 break
             if not roster.ready(sequence):
-                del roster.waiting[sequence]
+                roster.waiting.discard(sequence)
                 passed.append(sequence)
                 claimed = wanted + 1
                 continue
-            # Preempted here, they are parked: the order of the queue stays what it is.
+            # Preempted here, they are parked: the order of those that wait stays what it is.
             while wanted > self.pool.free_blocks or not roster.free_rows:
                 self._preempt(paused.pop())
             roster.seat(sequence)
             admitted.append(sequence)
+            if not sequence.begun:
+                roster.waiting.begin(roster.requests[sequence.id])
+                self._prompt_tokens += sequence.prompt_length
+                first.append(sequence.id)
             budget -= sequence.remaining
             claimed += 1
         for sequence in reversed(passed):
-            roster.to_front(sequence)
-        return admitted
+            roster.waiting.to_front(sequence)
+        return admitted, first
 
     def _within_reach(self, blocks: int, rows: int, paused: list[Sequence]) -> bool:
         """Whether so much is free, or would be without those paused."""
@@ -340,15 +382,6 @@ class Scheduler:
             return False
         free = self.pool.free_blocks
         return blocks <= free or blocks <= free + self._roster.reclaimable(paused)
-
-    def _first_scheduled(self) -> tuple[RequestId, ...]:
-        """The requests that the step under way is the first one for."""
-        first = {s.id: s.prompt_length for s in self._in_flight if not s.scheduled}
-        self._prompt_tokens += sum(first.values())
-        for request_id in first:
-            for sequence in self._roster.requests[request_id]:
-                sequence.scheduled = True
-        return tuple(first)
 
     # Consequences
 

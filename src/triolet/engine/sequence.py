@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from triolet.core import EngineRequest, FinishReason, RequestId, TokenLogprobs, TokenOutput
+from triolet.engine.fairness import Account
 from triolet.engine.plan import Chunk
 from triolet.errors import EngineError
 
@@ -24,7 +25,7 @@ class SequenceStatus(enum.Enum):
     WAITING = enum.auto()
     #: Holds a row, and the blocks of all its tokens that are computed.
     RUNNING = enum.auto()
-    #: Aborted while a step computes it: holds row and blocks until that step is over.
+    #: Dropped while a step computes it: holds row and blocks until that step is over.
     DOOMED = enum.auto()
     #: Out of the scheduler; holds nothing.
     ENDED = enum.auto()
@@ -38,6 +39,10 @@ class Sequence:
     #: Rises with every sequence added; a smaller one is older. Kept through preemption.
     arrival: int
     choice: int = 0
+    #: Lower goes first. The request's own, or 0 where priorities are not heeded.
+    priority: int = attrs.field(default=0, kw_only=True)
+    #: Who is charged for it. Set when its request is taken in.
+    account: Account = attrs.field(init=False, repr=False)
     output_ids: list[int] = attrs.field(factory=list, init=False)
     #: Block table. A tuple, so that a plan shares it instead of copying it each step.
     blocks: tuple[int, ...] = attrs.field(default=(), init=False)
@@ -47,7 +52,7 @@ class Sequence:
     status: SequenceStatus = attrs.field(default=SequenceStatus.WAITING, init=False)
     paused: bool = attrs.field(default=False, init=False)
     #: Whether any token of its request was ever part of a plan.
-    scheduled: bool = attrs.field(default=False, init=False)
+    begun: bool = attrs.field(default=False, init=False)
     #: Of the prompt tokens computed so far, until the first output takes them along.
     prompt_logprobs: list[TokenLogprobs] = attrs.field(factory=list, init=False)
 
