@@ -58,12 +58,11 @@ def _serve(*, print_config: bool, **params: object) -> None:
         # Trio, Hypercorn and the engine: `--help` and `--print-config` do not wait for them.
         from triolet.cli.serve import run  # noqa: PLC0415
 
-        code = run(loaded.config)
+        run(loaded.config)
     except ConfigError as error:
         raise UsageRefusal(error.message) from None
     except StartupError as error:
         raise StartupRefusal(error.message) from None
-    click.get_current_context().exit(code)
 
 
 main.add_command(

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 import trio
 
 from triolet.cli.models import create_runtime
+from triolet.cli.notify import Supervisor
 from triolet.errors import StartupError, TrioletError
 from triolet.observe.logs import configure_logging
 from triolet.runtime.lifecycle import Phase
@@ -30,13 +33,13 @@ logger = logging.getLogger(__name__)
 #: What a terminal and what a supervisor (systemd, Docker, Kubernetes) sends first. One begins a
 #: drain, a second one ends it.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-#: What readers get to write their last events once every request has ended. With the drain
-#: timeout it stays below the two seconds that a drained server may take to exit.
-GRACEFUL_TIMEOUT_S = 1.0
+#: What readers get to write their last events once every request has ended. With the engine's
+#: ``LAST_STEP_S`` before it, it stays below the two seconds that a drained server may take to exit.
+GRACEFUL_TIMEOUT_S = 0.5
 
 
-def run(config: Config) -> int:
-    """Serve until stopped; the process's exit code.
+def run(config: Config) -> NoReturn:
+    """Serve until stopped, then end the process: with 0, or with 1 where a failure stopped it.
 
     Raises:
         StartupError: The server could not start as asked.
@@ -49,25 +52,34 @@ def run(config: Config) -> int:
         # What Trio puts back when it is done: a stop signal more must not kill the exit.
         signal.signal(stop, signal.SIG_IGN)
     failure = trio.run(_run, config, runtime)
-    if failure is None and runtime.model is None:
-        # Stopped while it loaded. The loader's thread is still in the middle of native code,
-        # and an interpreter that shuts down around it aborts the process.
-        logging.shutdown()
-        os._exit(0)
     if isinstance(failure, StartupError):
         raise failure
     if failure is not None:
         logger.error("stopped by a failure: %s", failure)
-        return 1
-    return 0
+    _leave(0 if failure is None else 1)
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit at once, without the interpreter's shutdown.
+
+    Around a thread in the middle of native code (a load, a step that hangs) it would abort the
+    process. And it takes seconds where much was allocated, after everything has been closed.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        # Whoever read it has gone, or it is closed: nothing more can be said.
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 async def _run(config: Config, runtime: Runtime) -> Exception | None:
     app = create_app(runtime, config)
+    supervisor = Supervisor.found(os.environ, drain_timeout_s=config.drain_timeout)
     failure: Exception | None = None
     with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_drain_on_signals, signals, runtime)
+            nursery.start_soon(_drain_on_signals, signals, runtime, supervisor)
             try:
                 async with trio.open_nursery() as server:
                     addresses = await server.start(
@@ -82,6 +94,8 @@ async def _run(config: Config, runtime: Runtime) -> Exception | None:
                     # Only now: a port that is in use must not leave a load in the middle of
                     # native code behind, which aborts the exit.
                     await nursery.start(runtime.run)
+                    if supervisor is not None:
+                        server.start_soon(supervisor.keep_told, runtime)
                     server.start_soon(_announce, runtime, addresses[0])
             except* TrioletError as group:
                 failure = group.exceptions[0]
@@ -89,12 +103,16 @@ async def _run(config: Config, runtime: Runtime) -> Exception | None:
     return failure or runtime.failure
 
 
-async def _drain_on_signals(signals: AsyncIterator[int], runtime: Runtime) -> None:
+async def _drain_on_signals(
+    signals: AsyncIterator[int], runtime: Runtime, supervisor: Supervisor | None
+) -> None:
     async for received in signals:
         again = "again: ending them now" if runtime.phase is Phase.DRAINING else "draining"
         name = signal.Signals(received).name
         logger.info("%s: %s (%d requests)", name, again, runtime.live_requests)
         runtime.drain()
+        if supervisor is not None:
+            supervisor.tell(runtime)
 
 
 async def _announce(runtime: Runtime, address: str) -> None:
