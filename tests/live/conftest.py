@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import attrs
 import pytest
+from tests.live.fronts import HYPERCORN, Front, serving
 from tests.live.processes import LOAD_PATIENCE_S, SCRIPTED, SERVE, Answer, ServerProcess, running
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -68,3 +69,25 @@ def model_server(tmp_path_factory):
         model = process.ask("GET", "/v1/models").json()["data"][0]["id"]
         yield ModelServer(process, model, ready, health, chat)
     assert "Traceback" not in process.log()
+
+
+@pytest.fixture(scope="session")
+def triolet_serve(tmp_path_factory):
+    """``triolet serve``, shared by all tests that leave it as they found it."""
+    with serving(SERVE, tmp_path_factory.mktemp("serve")) as front:
+        yield front
+    for server in (front.plain, front.tls):
+        assert "Traceback" not in server.log(), server.log()
+
+
+@pytest.fixture(scope="session")
+def hypercorn(tmp_path_factory):
+    """The plain ``hypercorn`` command, likewise."""
+    with serving(HYPERCORN, tmp_path_factory.mktemp("hypercorn")) as front:
+        yield front
+
+
+@pytest.fixture(params=["triolet serve", "hypercorn"])
+def front(request) -> Front:
+    """Each of the two ways to serve."""
+    return request.getfixturevalue(request.param.replace(" ", "_"))

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import struct
 import subprocess
 import sys
@@ -38,7 +39,7 @@ HELD = (
 )
 SERVE = (sys.executable, "-m", "triolet", "serve", "--port", "0")
 SCRIPTED = (*SERVE, "--engine", "scripted")
-_LISTENING = re.compile(r"listening on (http://\S+)|Running on (http://\S+)")
+_LISTENING = re.compile(r"listening on (https?://\S+)|Running on (https?://\S+)")
 _POLL_S = 0.02
 #: l_onoff = 1, l_linger = 0: close sends a reset.
 _RESET = struct.pack("ii", 1, 0)
@@ -98,7 +99,7 @@ class ServerProcess:
 
     def ask(self, method: str, path: str, body: object = None) -> Answer:
         """One request on a connection of its own."""
-        connection = http.client.HTTPConnection(*self.address, timeout=PATIENCE_S)
+        connection = self._connection()
         try:
             headers = {"Content-Type": "application/json", "Connection": "close"}
             data = None if body is None else json.dumps(body).encode()
@@ -108,6 +109,13 @@ class ServerProcess:
             return Answer(response.status, named, response.read())
         finally:
             connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self.url.startswith("http:"):
+            return http.client.HTTPConnection(*self.address, timeout=PATIENCE_S)
+        # A certificate of the test's own; who we talk to is no question here.
+        trusting = ssl._create_unverified_context()
+        return http.client.HTTPSConnection(*self.address, timeout=PATIENCE_S, context=trusting)
 
     def numbers(self) -> dict[str, float]:
         """The unlabelled samples of a scrape, and the requests ended by outcome."""

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 from tests.live.processes import (
@@ -51,6 +52,63 @@ serve.create_runtime = lambda _: Runtime(
     drain_timeout_s=60,
 )
 sys.exit(serve.run(Config(port=0)))
+"""
+
+#: An engine in a thread that says "a" with each step, until a step hangs.
+HANGING_ENGINE = """
+import ctypes, sys, time
+import attrs
+import trio
+from triolet.cli import models, serve
+from triolet.config import Config
+from triolet.core import EngineStatistics, StepResult, TokenOutput
+from triolet.runtime.bridge import EngineThread
+from triolet.runtime.lifecycle import Runtime
+from triolet.testing.engine import serve_script
+
+how, hang_at, step_s, stall_timeout_s, drain_timeout_s = sys.argv[1], *map(float, sys.argv[2:])
+
+class Engine:
+    def __init__(self):
+        self.steps, self.live, self.new = 0, {}, []
+    has_work = property(lambda self: bool(self.live))
+    def add(self, request):
+        self.live[request.id] = None
+        self.new.append(request.id)
+    def abort(self, request_id):
+        self.live.pop(request_id, None)
+    def end_choice(self, request_id, choice): pass
+    def pause(self, request_id): pass
+    resume = pause
+    def statistics(self):
+        return EngineStatistics(steps=self.steps, running=len(self.live))
+    def step(self):
+        self.steps += 1
+        time.sleep(step_s)
+        if self.steps == hang_at:
+            # PyDLL calls keep the GIL.
+            time.sleep(1e6) if how == "sleeps" else ctypes.PyDLL(None).sleep(1_000_000)
+        new, self.new = self.new, []
+        tokens = tuple(TokenOutput(id_, (ord("a"),), None) for id_ in self.live)
+        return StepResult(self.steps, tokens, first_scheduled=tuple(new))
+
+async def load():
+    await trio.lowlevel.checkpoint()
+    thread = EngineThread(Engine(), stall_timeout_s=stall_timeout_s)
+    return attrs.evolve(serve_script(), backend=thread)
+
+def create_runtime(_):
+    return Runtime(
+        load,
+        max_live_requests=4,
+        max_undelivered_bytes=65536,
+        max_request_timeout_s=600,
+        drain_timeout_s=drain_timeout_s,
+    )
+
+models.create_runtime = serve.create_runtime = create_runtime
+if __name__ == "__main__":
+    sys.exit(serve.run(Config(port=0)))
 """
 
 
@@ -152,6 +210,165 @@ def test_a_dead_engine_ends_the_process_with_1(start_process):
         assert_cut(read_to_end(client), "engine_down")
     assert server.wait_exit() == 1
     assert "stopped by a failure: scripted death of the engine" in server.log()
+
+
+@pytest.fixture
+def start_hanging(start_process):
+    """Starts a server whose engine hangs in its third step, unless told otherwise."""
+
+    def start(*, how="sleeps", hang_at=3, step_s=0.0, stall_s=600, drain_s=600, **options):
+        numbers = map(str, (hang_at, step_s, stall_s, drain_s))
+        server = start_process(sys.executable, "-c", HANGING_ENGINE, how, *numbers, **options)
+        server.wait_listening()
+        server.wait_ready()
+        return server
+
+    return start
+
+
+def test_a_stalled_engine_ends_its_streams_and_the_process_with_1(start_hanging):
+    server = start_hanging(stall_s=0.5, traceback=True)
+    with connect(server.address) as client, connect(server.address) as other:
+        client.sendall(post(STREAM))
+        read_to(client, FIRST)
+        other.sendall(post(STREAM))
+        started = time.monotonic()
+        assert_cut(read_to_end(client), "engine_down")
+        # One that the engine never saw.
+        assert b"engine_down" in read_to_end(other)
+    assert server.wait_exit() == 1
+    assert time.monotonic() - started < 0.5 + EXIT_S + BUSY_S
+    log = server.log()
+    assert "stopped by a failure: One step of the engine took longer than 0.5 s" in log
+    # Where it hangs, for whoever has to find out why.
+    assert ", in step" in log
+    assert "Fatal" not in log
+
+
+def test_a_step_that_hangs_cannot_hold_the_exit(start_hanging):
+    server = start_hanging(drain_s=1)
+    with connect(server.address) as client:
+        client.sendall(post(STREAM))
+        read_to(client, FIRST)
+        server.signal(signal.SIGTERM)
+        started = time.monotonic()
+        assert_cut(read_to_end(client), "shutdown")
+    assert server.wait_exit() == 0
+    assert 1 <= time.monotonic() - started < 1 + EXIT_S + BUSY_S
+    assert "Fatal" not in server.log()
+
+
+def test_more_signals_end_a_step_that_hangs_at_once_and_harm_no_exit(start_hanging):
+    server = start_hanging()
+    with connect(server.address) as client:
+        client.sendall(post(STREAM))
+        read_to(client, FIRST)
+        server.signal(signal.SIGTERM)
+        poll(lambda: server.ask("GET", "/ready").status == 503, "drain")
+        started = time.monotonic()
+        # All through the exit, up to its end: a second, a third, a hundredth.
+        while server.process.poll() is None:
+            server.signal(signal.SIGINT)
+            server.signal(signal.SIGTERM)
+        assert_cut(read_to_end(client), "shutdown")
+    assert server.wait_exit() == 0
+    assert time.monotonic() - started < EXIT_S + BUSY_S
+
+
+def test_a_process_that_was_stopped_as_a_whole_goes_on(start_hanging):
+    """The watchdog of the engine slept with it."""
+    server = start_hanging(hang_at=0, step_s=0.5, stall_s=1)
+    with connect(server.address) as client:
+        client.sendall(post({**STREAM, "max_tokens": 100}))
+        read_to(client, FIRST)
+        server.signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        poll(lambda: time.monotonic() > stopped + 2, "time to pass")
+        server.signal(signal.SIGCONT)
+        for _ in range(3):
+            read_to(client, FIRST)
+        assert server.ask("GET", "/health").status == 200
+    server.signal(signal.SIGTERM)
+    assert server.wait_exit() == 0
+
+
+@pytest.fixture
+def supervisor(tmp_path):
+    """A supervisor's socket, which hears what the server says about itself."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bound:
+        bound.bind(f"{tmp_path}/notify")
+        bound.settimeout(BUSY_S)
+        yield bound
+
+
+def test_a_supervisor_hears_of_start_and_drain(start_process, supervisor):
+    server = start_process(
+        *SERVE, "--engine", "scripted", "--drain-timeout", "600", *LONG,
+        NOTIFY_SOCKET=supervisor.getsockname(),
+    )  # fmt: skip
+    heard = b""
+    while b"READY=1" not in heard:
+        heard = supervisor.recv(4096)
+    assert heard == b"READY=1\nSTATUS=Serving scripted"
+    server.wait_listening()
+    assert server.ask("GET", "/ready").status == 200
+    with connect(server.address) as client:
+        client.sendall(post(STREAM))
+        read_to(client, FIRST)
+        server.signal(signal.SIGTERM)
+        assert supervisor.recv(4096) == (
+            b"STOPPING=1\nEXTEND_TIMEOUT_USEC=604000000\nSTATUS=Draining, 1 requests left"
+        )
+        server.signal(signal.SIGTERM)
+        assert_cut(read_to_end(client), "shutdown")
+    assert server.wait_exit() == 0
+    supervisor.settimeout(0)
+    assert supervisor.recv(4096).startswith(b"STATUS=")
+
+
+def test_a_step_that_keeps_the_gil_silences_the_signs_of_life(start_hanging, supervisor):
+    """Nothing inside can notice it, so somebody outside has to."""
+    server = start_hanging(
+        how="keeps the GIL",
+        stall_s=1,
+        NOTIFY_SOCKET=supervisor.getsockname(),
+        WATCHDOG_USEC="200000",
+    )
+    for _ in range(5):
+        assert b"WATCHDOG=1" in supervisor.recv(4096)
+    started = time.monotonic()
+    with connect(server.address) as client:
+        client.sendall(post(STREAM))
+        read_to(client, FIRST)
+        supervisor.settimeout(2)
+        with suppress(TimeoutError):
+            while time.monotonic() < started + BUSY_S:
+                supervisor.recv(4096)
+            pytest.fail("it still gives signs of life")
+        server.signal(signal.SIGKILL)
+        assert b"[DONE]" not in read_to_end(client)
+
+
+@pytest.mark.slow
+def test_under_the_plain_command_a_stalled_worker_stays_and_says_so(start_process, tmp_path):
+    (tmp_path / "hanging.py").write_text(
+        f"import sys\nsys.argv[1:] = ['sleeps', '3', '0', '0.5', '1']\n{HANGING_ENGINE}\n"
+        "from triolet.asgi import app\n"
+    )
+    server = start_process(
+        sys.executable, "-m", "hypercorn", "--worker-class", "trio", "--bind", "127.0.0.1:0",
+        "hanging:app", PYTHONPATH=str(tmp_path), TRIOLET_ENGINE="scripted", traceback=True,
+    )  # fmt: skip
+    server.wait_listening()
+    server.wait_ready()
+    with connect(server.address) as client:
+        client.sendall(post(STREAM))
+        assert_cut(read_to_end(client), "engine_down")
+    for _ in range(2):
+        answer = server.ask("GET", "/health")
+        assert (answer.status, answer.json()["error"]["code"]) == (503, "engine_down")
+    assert "this worker answers 503 until it is restarted" in server.log()
+    assert server.process.poll() is None
 
 
 def test_a_port_in_use_is_one_sentence_and_2(start_process):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from itertools import pairwise
 
+import h2.errors
 import h2.events
 import pytest
 import trio
 import trio.testing
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.server.connecting import (
     START,
     H2Client,
@@ -16,6 +20,7 @@ from tests.server.connecting import (
     endless,
     finished,
     read_all,
+    silent,
     unfinished,
     until_disconnect,
 )
@@ -24,7 +29,7 @@ from triolet.core import CancelCause
 from triolet.server.connection import (
     RECORD_KEY,
 )
-from triolet.server.http2 import HIGH_WATER_BYTES
+from triolet.server.http2 import HIGH_WATER_BYTES, FrameLengths
 
 
 async def test_an_unfinished_http2_response_is_reset_after_its_text(autojump_clock):
@@ -328,3 +333,50 @@ async def test_an_http2_response_is_ended_before_a_shutdown_closes_its_connectio
             client = H2Client(served.client)
             client.request()
             await client.until(h2.events.StreamEnded)
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+@given(
+    lengths=st.lists(st.integers(0, 60), max_size=8),
+    cuts=st.lists(st.integers(0, 700), max_size=8),
+    limit=st.integers(0, 60),
+)
+def test_the_first_frame_over_the_limit_is_found_wherever_the_bytes_are_cut(lengths, cuts, limit):
+    data = PREFACE + b"".join(
+        length.to_bytes(3) + b"\xff" * 6 + b"\xff" * length for length in lengths
+    )
+    checked, allowed = FrameLengths(limit), True
+    for start, end in pairwise([0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]):
+        allowed = allowed and checked.allow(data[start:end])
+    assert allowed is all(length <= limit for length in lengths)
+
+
+async def test_a_frame_longer_than_allowed_ends_the_connection_with_its_header(autojump_clock):
+    async with connected(silent) as served:
+        client = H2Client(served.client)
+        await client.flush()
+        await served.client.send_all((2**14 + 1).to_bytes(3) + bytes(6))
+        *_, last = client.h2.receive_data(await read_all(served.client))
+        assert last.error_code == h2.errors.ErrorCodes.FRAME_SIZE_ERROR
+    assert trio.current_time() < 1
+
+
+async def test_a_preface_with_nothing_behind_is_an_idle_connection(autojump_clock):
+    async with connected(silent, keep_alive_timeout_s=20) as served:
+        await served.client.send_all(PREFACE)
+        await read_all(served.client)
+        assert trio.current_time() == pytest.approx(20)
+
+
+async def test_a_connection_without_a_stream_is_idle_and_with_one_is_not(autojump_clock):
+    async with connected(silent, keep_alive_timeout_s=20) as served:
+        client = H2Client(served.client)
+        stream_id = client.request()
+        await client.flush()
+        await trio.sleep(100)
+        client.h2.reset_stream(stream_id)
+        await client.flush()
+        await read_all(served.client)
+        assert trio.current_time() == pytest.approx(120)

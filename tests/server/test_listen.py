@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import struct
@@ -16,7 +15,7 @@ import trio.testing
 from triolet.core import CancelCause
 from triolet.errors import ConfigError, StartupError
 from triolet.server import listen
-from triolet.server.deadline_stream import RECORD_KEY
+from triolet.server.deadline_stream import RECORD_KEY, DeadlineStream
 from triolet.server.listen import ListenOptions, serve
 
 pytestmark = pytest.mark.live
@@ -125,21 +124,6 @@ async def test_it_serves_and_gives_out_its_address():
             assert b"hello" in await client.receive_some()
 
 
-async def test_accepted_sockets_have_the_send_buffer_and_the_user_timeout():
-    options = ListenOptions(port=0, send_timeout_s=7, socket_send_buffer_bytes=50_000)
-    (plain,) = await listen._open_listeners(options)
-    listener = listen._DeadlineListener(plain, options)
-    async with (
-        listener,
-        await trio.testing.open_stream_to_socket_listener(plain),
-        await listener.accept() as accepted,
-    ):
-        sock = accepted.socket
-        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * 50_000
-        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 12_000
-        assert accepted.send_timeout_s == 7
-
-
 async def test_a_busy_port_is_a_config_error_that_names_it():
     async with running(hello) as server:
         with pytest.raises(ConfigError, match=f"port {server.port} of 127.0.0.1: it is in use"):
@@ -176,6 +160,25 @@ async def test_a_unix_socket_is_served_guarded_and_removed(tmp_path):
     assert not path.exists()
 
 
+async def test_unix_connections_have_the_send_buffer_too(tmp_path, monkeypatch):
+    accepted = []
+
+    class Kept(DeadlineStream):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            accepted.append(self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
+
+    monkeypatch.setattr(listen, "DeadlineStream", Kept)
+    path = tmp_path / "socket"
+    async with (
+        running(hello, uds=path, socket_send_buffer_bytes=50_000),
+        await trio.open_unix_socket(os.fspath(path)) as client,
+    ):
+        await client.send_all(GET)
+        assert b"hello" in await client.receive_some()
+    assert accepted == [2 * 50_000]
+
+
 async def test_a_connection_beyond_the_limit_is_reset_and_the_others_go_on(caplog):
     async with running(hello, max_connections=2) as server:
         async with await server.connect() as one, await server.connect() as two:
@@ -183,8 +186,9 @@ async def test_a_connection_beyond_the_limit_is_reset_and_the_others_go_on(caplo
                 await client.send_all(GET)
                 assert b"hello" in await client.receive_some()
             for _ in range(3):
-                async with await server.connect() as three:
-                    with pytest.raises(trio.BrokenResourceError):
+                # The reset may even overtake the kernel's own yes.
+                with pytest.raises((trio.BrokenResourceError, OSError)):
+                    async with await server.connect() as three:
                         await three.receive_some()
             await one.send_all(GET)
             assert b"hello" in await one.receive_some()
@@ -315,33 +319,6 @@ async def test_a_lifespan_that_fails_at_shutdown_raises():
         async with running(app):
             pass
     assert "ledger" in str(caught.value) or "ledger" in str(caught.value.exceptions)
-
-
-async def test_a_crash_of_the_accept_loop_raises(monkeypatch):
-    async def broken(self):
-        await trio.lowlevel.checkpoint()
-        raise OSError(errno.EIO, "no more")
-
-    monkeypatch.setattr(listen._DeadlineListener, "accept", broken)
-    with pytest.RaisesGroup(OSError, flatten_subgroups=True):
-        async with running(hello):
-            await trio.sleep_forever()
-
-
-@pytest.mark.slow
-async def test_running_out_of_file_descriptors_does_not_end_the_server(monkeypatch, caplog):
-    accept, failures = listen._DeadlineListener.accept, [errno.EMFILE, errno.ENFILE]
-
-    async def flaky(self):
-        if failures:
-            raise OSError(failures.pop(), "too many")
-        return await accept(self)
-
-    monkeypatch.setattr(listen._DeadlineListener, "accept", flaky)
-    async with running(hello) as server, await server.connect() as client:
-        await client.send_all(GET)
-        assert b"hello" in await client.receive_some()
-    assert not failures
 
 
 async def test_a_reset_by_the_client_disturbs_nobody():

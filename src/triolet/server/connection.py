@@ -1,10 +1,10 @@
-"""One client's connection: Hypercorn's protocol code over a socket that cannot get stuck.
+"""One client's connection: Hypercorn's protocol code over a transport that cannot get stuck.
 
 Hypercorn parses HTTP/1.1, HTTP/2 and WebSocket; this file replaces the shell between that
 code and the socket. Its rules:
 
 1. A send that moves no byte for ``send_timeout_s`` ends the connection with a reset, and
-   :meth:`DeadlineStream.abort` ends it at once, from any task. Hypercorn shields its sends, so
+   :meth:`.Transport.abort` ends it at once, from any task. Hypercorn shields its sends, so
    no cancel scope of the app could.
 2. What Hypercorn's state machines have counted as sent is sent whole, or the connection dies:
    an app's cancellation takes effect between two messages, never inside one.
@@ -28,16 +28,16 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from math import inf
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import trio
 import trio.lowlevel
 from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.typing import ConnectionState
-from hypercorn.utils import LifespanFailureError, parse_socket_addr
+from hypercorn.utils import LifespanFailureError
 
-from triolet.server.deadline_stream import RECORD_KEY, DeadlineStream
+from triolet.server.deadline_stream import RECORD_KEY, Transport
 from triolet.server.http2 import Limits
 from triolet.server.protocol import PEER_ERRORS, Protocol, Resumed
 from triolet.server.tasks import ConnectionTasks
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     )
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=Transport)
 
 #: Messages that an app may send before it must let other tasks run. A scheduler pass costs
 #: about as much as one send, so this keeps its share near 6 % and the wait of others under 1 ms.
@@ -126,7 +128,7 @@ class Connection(TCPServer):
             reads a long response.)
         context: Hypercorn's shared state of all connections.
         state: the lifespan state, copied into each request's scope.
-        stream: the accepted socket, or TLS over it.
+        stream: the accepted transport, or TLS over it.
     """
 
     protocol: Protocol
@@ -137,9 +139,9 @@ class Connection(TCPServer):
         config: Config,
         context: WorkerContext,
         state: dict[str, Any],
-        stream: DeadlineStream | trio.SSLStream[DeadlineStream],
+        stream: T | trio.SSLStream[T],
     ) -> None:
-        self.transport = transport_of(stream)
+        self.transport: Transport = transport_of(stream)
         state = {**state, RECORD_KEY: self.transport.record}
         # Hypercorn names SocketStream, which is final; what it uses is a stream with a socket.
         super().__init__(app, config, context, state, stream)  # type: ignore[arg-type]
@@ -175,15 +177,14 @@ class Connection(TCPServer):
                     await self._converse(tasks, alpn)
                 helpers.cancel_scope.cancel("the connection has ended")
         finally:
-            self.transport.socket.close()
+            self.transport.close()
 
     async def _converse(self, tasks: TaskGroup, alpn: str) -> None:
         try:
-            peer = self.transport.socket.getpeername()
+            peer, own = self.transport.names()
         except OSError:
             await trio.lowlevel.checkpoint()
             return  # gone before we looked
-        family = self.transport.socket.family
         self._task_group = tasks
         self.protocol = Protocol(
             self.app,
@@ -192,8 +193,8 @@ class Connection(TCPServer):
             tasks,
             ConnectionState(self.state),
             self._tls is not None,
-            parse_socket_addr(family, peer),
-            parse_socket_addr(family, self.transport.socket.getsockname()),
+            peer,
+            own,
             self.protocol_send,
             limits=Limits(
                 send_timeout_s=self.transport.send_timeout_s,
@@ -247,7 +248,7 @@ class Connection(TCPServer):
         if isinstance(event, RawData):
             data = event.data
             if self._tls is None and not self.send_lock.locked():
-                # A broken socket is reported by the slow path.
+                # A broken transport is reported by the slow path.
                 with suppress(OSError):
                     data = data[self.transport.send_now(data) :]
             if data:
@@ -284,8 +285,8 @@ class Connection(TCPServer):
             await self.protocol.handle(Closed())
 
 
-def transport_of(stream: DeadlineStream | trio.SSLStream[DeadlineStream]) -> DeadlineStream:
-    """The socket stream under ``stream``, which may be TLS over it or itself."""
+def transport_of(stream: T | trio.SSLStream[T]) -> T:
+    """The transport under ``stream``, which may be TLS over it or itself."""
     return stream.transport_stream if isinstance(stream, trio.SSLStream) else stream
 
 

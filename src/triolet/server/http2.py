@@ -13,6 +13,8 @@ opens no window is invisible to the socket's deadline. The rules:
 4. A request body that brings no byte for the read timeout has its stream reset.
 5. A malformed request, or data for a response that is over, concerns its stream alone.
 6. Senders blocked on flow control wake when the connection closes.
+7. A frame longer than allowed ends the connection with its header. (h2 would collect it first:
+   16 MiB of a client's choice.)
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import h2.events
 import h2.exceptions
 import trio
 import trio.lowlevel
-from hypercorn.events import Closed, Event, Updated
+from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol.events import (
     Body,
     Data,
@@ -56,6 +58,12 @@ if TYPE_CHECKING:
 HIGH_WATER_BYTES = 65_536
 
 
+#: What a client's side of a connection begins with, before its first frame (RFC 9113, 3.4).
+_PREFACE_BYTES = 24
+#: The header of a frame, and its length in there (RFC 9113, 4.1).
+_HEADER_BYTES, _LENGTH_BYTES = 9, 3
+
+
 @attrs.frozen
 class Limits:
     """What one client may cost in time, and whom to tell. Seconds."""
@@ -63,6 +71,33 @@ class Limits:
     send_timeout_s: float
     read_timeout_s: float
     record: ConnectionRecord
+
+
+@attrs.define
+class FrameLengths:
+    """Finds the lengths of frames in the bytes from a client, wherever these are cut."""
+
+    limit_bytes: int
+    #: Bytes before the next header.
+    _skip: int = attrs.field(default=_PREFACE_BYTES, init=False)
+    #: A header of which the rest is still to come.
+    _header: bytes = attrs.field(default=b"", init=False)
+
+    def allow(self, data: bytes) -> bool:
+        """Take the next bytes; ``False`` once there is a frame over the limit."""
+        at = 0
+        while at + self._skip < len(data):
+            at += self._skip
+            rest = _HEADER_BYTES - len(self._header)
+            self._header += data[at : at + rest]
+            at, self._skip = at + rest, 0
+            if len(self._header) == _HEADER_BYTES:
+                self._skip = int.from_bytes(self._header[:_LENGTH_BYTES])
+                if self._skip > self.limit_bytes:
+                    return False
+                self._header = b""
+        self._skip -= max(0, len(data) - at)
+        return True
 
 
 class Http2(H2Protocol):
@@ -81,6 +116,7 @@ class Http2(H2Protocol):
             wrapper.send,
         )
         self._limits = limits
+        self._lengths = FrameLengths(self.connection.max_inbound_frame_size)
         self._records: dict[int, StreamRecord] = {}
         #: Streams whose response is complete as far as the app is concerned.
         self._ended: set[int] = set()
@@ -191,6 +227,12 @@ class Http2(H2Protocol):
 
     async def handle(self, event: Event) -> None:
         """Take bytes or the end of the connection, as Hypercorn does, and wake senders at it."""
+        if isinstance(event, RawData) and not self._lengths.allow(event.data):
+            with suppress(h2.exceptions.ProtocolError):
+                self.connection.close_connection(h2.errors.ErrorCodes.FRAME_SIZE_ERROR)
+            await self._flush()
+            await self.send(Closed())
+            return
         await super().handle(event)
         if isinstance(event, Closed):
             for buffer in list(self.stream_buffers.values()):

@@ -11,12 +11,11 @@ A failure raises. (Hypercorn's own command logs some and exits 0.)
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import socket
 import ssl
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,21 +27,19 @@ from hypercorn.trio.lifespan import Lifespan
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.utils import LifespanFailureError, LifespanTimeoutError
 
-from triolet.core import CancelCause
 from triolet.errors import ConfigError, StartupError
-from triolet.server.connection import AsgiApp, Connection, PacedApp, transport_of
+from triolet.server.accept import LiveConnections, accept_connections
+from triolet.server.connection import AsgiApp, Connection, PacedApp
 from triolet.server.deadline_stream import DeadlineStream
+from triolet.server.sockets import open_listeners, set_send_buffer, url_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
 _log = logging.getLogger(__name__)
 
 #: A TLS handshake takes a few round trips; a slow phone on a bad network is done in this.
 TLS_HANDSHAKE_TIMEOUT_S = 15.0
-
-#: The kernel's own limit comes second, so that the app learns the reason from ours.
-USER_TIMEOUT_MARGIN_S = 5.0
 
 #: Hypercorn ends a connection after this many requests, and on HTTP/2 the streams running on
 #: it with it. No reason of ours asks for that: out of reach.
@@ -51,7 +48,6 @@ KEEP_ALIVE_MAX_REQUESTS = 2**31
 #: Streams of one HTTP/2 connection that a client may have open; RFC 9113 advises at least 100.
 H2_MAX_STREAMS = 100
 
-_MILLISECONDS_PER_SECOND = 1000
 _MAX_PORT = 65_535
 
 
@@ -98,10 +94,11 @@ class ListenOptions:
     read_timeout_s: float = attrs.field(default=30.0, validator=_positive)
     #: What open connections get after ``shutdown_trigger`` has returned, before the reset.
     graceful_timeout_s: float = attrs.field(default=1.0, validator=_not_negative)
-    #: Open connections; more are reset at once, see :class:`_Connections`.
+    #: Open connections; more are reset at once, see :class:`.LiveConnections`.
     max_connections: int = attrs.field(default=1000, validator=_positive)
-    #: Connections the kernel completes before we accept them.
-    backlog: int = attrs.field(default=128, validator=_positive)
+    #: Connections the kernel completes before we accept them. Beyond, it drops the first packet of
+    #: a client, which tries again a second later.
+    backlog: int = attrs.field(default=1024, validator=_positive)
     #: Request line and headers together.
     max_header_bytes: int = attrs.field(default=32_768, validator=_positive)
     #: One WebSocket message, after decompression.
@@ -113,74 +110,6 @@ class ListenOptions:
     def __attrs_post_init__(self) -> None:
         if (self.certfile is None) != (self.keyfile is None):
             raise ConfigError("TLS needs both a certificate and its key; one is missing.")
-
-
-class _Connections:
-    """The live connections, bounded.
-
-    Beyond the bound a connection is reset at once. To stop accepting instead would leave
-    clients in the kernel's backlog, where no deadline of ours reaches them and where 1000 idle
-    keep-alive connections could hold them for a minute; a reset is an answer that client
-    libraries retry and load balancers route around.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._live: set[DeadlineStream] = set()
-        self._empty = trio.Event()
-        self._empty.set()
-        self._refusing = False
-
-    @contextmanager
-    def admit(self, stream: DeadlineStream) -> Iterator[bool]:
-        """Count ``stream`` while the block runs; ``False`` if it was refused and reset."""
-        if len(self._live) >= self._limit:
-            if not self._refusing:
-                _log.warning("refusing connections: %d are open, the most allowed", self._limit)
-            self._refusing = True
-            stream.abort(CancelCause.SHUTDOWN)
-            yield False
-            return
-        self._refusing = False
-        if not self._live:
-            self._empty = trio.Event()
-        self._live.add(stream)
-        try:
-            yield True
-        finally:
-            self._live.remove(stream)
-            if not self._live:
-                self._empty.set()
-
-    async def wait_empty(self) -> None:
-        """Wait until no connection is open."""
-        await self._empty.wait()
-
-    def abort_all(self) -> None:
-        """Reset every live connection."""
-        for stream in self._live:
-            stream.abort(CancelCause.SHUTDOWN)
-
-
-@attrs.define(eq=False)
-class _DeadlineListener(trio.abc.Listener[DeadlineStream]):
-    """A socket listener whose connections have a send deadline."""
-
-    listener: trio.SocketListener
-    options: ListenOptions
-
-    async def accept(self) -> DeadlineStream:
-        stream = await self.listener.accept()
-        if stream.socket.family == socket.AF_UNIX:
-            # Unlike TCP's, these do not inherit the listener's buffer size.
-            _set_send_buffer(stream.socket, self.options)
-        return DeadlineStream(stream, send_timeout_s=self.options.send_timeout_s)
-
-    async def aclose(self) -> None:
-        await self.listener.aclose()
-
-
-_Listener = _DeadlineListener | trio.SSLListener[DeadlineStream]
 
 
 async def serve(
@@ -204,8 +133,8 @@ async def serve(
     """
     config = hypercorn_config(options)
     tls = _tls_context(config)
-    sockets = await _open_listeners(options)
-    addresses = [_address(one.socket, "http" if tls is None else "https") for one in sockets]
+    listeners = await open_listeners(options)
+    addresses = [url_of(one, "http" if tls is None else "https") for one in listeners]
     application = PacedApp(app)
     state: dict[str, Any] = {}
     lifespan = Lifespan(application, config, state)
@@ -219,7 +148,7 @@ async def serve(
             if not application.lifespan_failed:
                 started = True
                 server = _Server(application, config, options, state, tls)
-                async with _accepting(server, sockets):
+                async with _accepting(server, listeners):
                     task_status.started(addresses)
                     await shutdown_trigger()
                 # An app may end its lifespan early; there is nobody left to tell then.
@@ -235,8 +164,8 @@ async def serve(
         _log.error("the app failed to start", exc_info=group)
         raise StartupError("The app failed to start; the cause is in the log.") from group
     finally:
-        for listener in sockets:
-            listener.socket.close()
+        for listener in listeners:
+            listener.close()
         if options.uds is not None:
             options.uds.unlink(missing_ok=True)
 
@@ -259,35 +188,43 @@ class _Server:
         self.tls = tls
         # No limit of requests: a server that stops by itself after so many is not ours.
         self.context = WorkerContext(max_requests=None)
-        self.connections = _Connections(options.max_connections)
+        self.connections = LiveConnections(options.max_connections)
 
-    async def handle(self, stream: DeadlineStream | trio.SSLStream[DeadlineStream]) -> None:
-        with self.connections.admit(transport_of(stream)) as admitted:
-            if admitted:
-                await Connection(self.app, self.config, self.context, self.state, stream).run()
-            else:
-                await trio.aclose_forcefully(stream)
+    def start(self, handlers: trio.Nursery, accepted: socket.socket) -> None:
+        """Serve an accepted socket in a task of its own, or reset it if there are too many."""
+        if accepted.family == socket.AF_UNIX:
+            set_send_buffer(accepted, self.options)
+        socket_stream = trio.SocketStream(trio.socket.from_stdlib_socket(accepted))
+        stream = DeadlineStream(socket_stream, send_timeout_s=self.options.send_timeout_s)
+        if self.connections.admit(stream):
+            handlers.start_soon(self._handle, stream)
 
-    def listener(self, listener: trio.SocketListener) -> _Listener:
-        plain = _DeadlineListener(listener, self.options)
+    async def _handle(self, transport: DeadlineStream) -> None:
+        try:
+            stream = self._secured(transport)
+            await Connection(self.app, self.config, self.context, self.state, stream).run()
+        finally:
+            self.connections.remove(transport)
+            transport.socket.close()
+
+    def _secured(
+        self, transport: DeadlineStream
+    ) -> DeadlineStream | trio.SSLStream[DeadlineStream]:
         if self.tls is None:
-            return plain
+            return transport
         # https_compatible: HTTP frames its own ends, and waits for no TLS closing handshake.
-        return trio.SSLListener(plain, self.tls, https_compatible=True)
+        return trio.SSLStream(transport, self.tls, server_side=True, https_compatible=True)
 
 
 @asynccontextmanager
-async def _accepting(server: _Server, sockets: list[trio.SocketListener]) -> AsyncIterator[None]:
+async def _accepting(server: _Server, listeners: list[socket.socket]) -> AsyncIterator[None]:
     """Accept and serve connections while the block runs, then close them in bounded time."""
-    listeners = [server.listener(one) for one in sockets]
     async with trio.open_nursery() as handlers:
         try:
             async with trio.open_nursery() as accepting:
-                await accepting.start(
-                    partial(
-                        trio.serve_listeners, server.handle, listeners, handler_nursery=handlers
-                    )
-                )
+                start = partial(server.start, handlers)
+                for listener in listeners:
+                    accepting.start_soon(accept_connections, listener, start)
                 yield
                 accepting.cancel_scope.cancel("shutting down")
             await server.context.terminated.set()
@@ -329,67 +266,3 @@ def _tls_context(config: Config) -> ssl.SSLContext | None:
             f"Cannot use the certificate {config.certfile} with the key {config.keyfile}: "
             f"{error.strerror or error}."
         ) from error
-
-
-async def _open_listeners(options: ListenOptions) -> list[trio.SocketListener]:
-    where = f"port {options.port} of {options.host}" if options.uds is None else f"{options.uds}"
-    try:
-        if options.uds is not None:
-            listeners = [await _open_unix_listener(options.uds, options.backlog)]
-        else:
-            listeners = await trio.open_tcp_listeners(
-                options.port, host=options.host, backlog=options.backlog
-            )
-    except OSError as error:
-        if _errno_of(error) == errno.EADDRINUSE:
-            message = f"Cannot listen on {where}: it is in use. Stop its owner or choose another."
-        else:
-            message = f"Cannot listen on {where}: {error.strerror or error}."
-        raise ConfigError(message, param="port" if options.uds is None else "uds") from error
-    for listener in listeners:
-        _set_send_buffer(listener.socket, options)
-        if options.uds is None and hasattr(socket, "TCP_USER_TIMEOUT"):
-            limit_s = options.send_timeout_s + USER_TIMEOUT_MARGIN_S
-            limit_ms = int(limit_s * _MILLISECONDS_PER_SECOND)
-            listener.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
-    return listeners
-
-
-async def _open_unix_listener(path: Path, backlog: int) -> trio.SocketListener:
-    _clear_dead_socket(path)
-    sock = trio.socket.socket(socket.AF_UNIX)
-    try:
-        await sock.bind(os.fspath(path))
-        sock.listen(backlog)
-    except BaseException:
-        sock.close()
-        raise
-    return trio.SocketListener(sock)
-
-
-def _clear_dead_socket(path: Path) -> None:
-    """Remove the socket that a dead server left at ``path``; a live one's stays."""
-    if path.is_socket():
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(0)
-            if probe.connect_ex(os.fspath(path)) == errno.ECONNREFUSED:
-                path.unlink()
-
-
-def _errno_of(error: OSError) -> int | None:
-    """The errno, also of the bare ``OSError`` that Trio raises from several failures."""
-    if error.errno is None and isinstance(error.__cause__, OSError):
-        return error.__cause__.errno
-    return error.errno
-
-
-def _set_send_buffer(sock: trio.socket.SocketType, options: ListenOptions) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, options.socket_send_buffer_bytes)
-
-
-def _address(sock: trio.socket.SocketType, scheme: str) -> str:
-    name = sock.getsockname()
-    if sock.family == socket.AF_UNIX:
-        return f"unix:{name}"
-    host, port = name[0], name[1]
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

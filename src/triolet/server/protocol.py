@@ -16,7 +16,7 @@ import h11
 import trio
 import trio.lowlevel
 import wsproto.utilities
-from hypercorn.events import Closed, Event, RawData
+from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol import ProtocolWrapper
 from hypercorn.protocol.events import Response
 from hypercorn.protocol.h11 import H2CProtocolRequiredError, H2ProtocolAssumedError, H11Protocol
@@ -154,6 +154,9 @@ class Protocol(ProtocolWrapper):
                 await self.send(Closed())
         except H2ProtocolAssumedError as prior_knowledge:
             await self.start_http2().initiate()
+            # Hypercorn took the preface for a request. Nothing else would end a client that
+            # sends no more than that.
+            await self.send(Updated(idle=True))
             rest = prior_knowledge.data
         except H2CProtocolRequiredError as upgrade:
             await self.start_http2().initiate(upgrade.headers, upgrade.settings)
