@@ -55,6 +55,7 @@ OTHER_VALUES = {
     "api_key": "sesame",
     "api_key_file": "keys.txt",
     "max_stream_buffer": "1024",
+    "max_stream_tokens": "128",
     "commit_after": "1.5",
     "keepalive": "2.5",
     "send_timeout": "3.5",

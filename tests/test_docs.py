@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from docs import state_page
 from docs.reference_pages import FOLDER, PAGES
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -37,6 +38,13 @@ def test_a_written_page_is_what_its_script_writes(page):
     written = (FOLDER / page).read_text(encoding="utf-8")
 
     assert written == PAGES[page](), "run python docs/reference_pages.py"
+
+
+@pytest.mark.parametrize("file", state_page.FILES)
+def test_the_states_are_drawn_from_the_table(file):
+    drawn = (state_page.FOLDER / file).read_text(encoding="utf-8")
+
+    assert drawn == state_page.FILES[file](), "run python docs/state_page.py"
 
 
 def test_the_architecture_page_names_every_part_and_no_other():

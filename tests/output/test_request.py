@@ -202,10 +202,17 @@ def test_however_ids_are_grouped_and_mixed_each_choice_says_what_it_says_alone(
     request = RequestOutput(
         VOCABULARY, tuple(range(7, 7 + prompts)), n, stops, include, min_tokens=min_tokens
     )
-    events = []
+    events, told = [], []
     while any(queues.values()):
         prompt, number = random.choice([place for place, queue in queues.items() if queue])
         events += request.feed(queues[prompt, number].pop(0), prompt)
+        for place in request.choices_to_end:
+            request.choice_left_engine(*place)
+            assert place[0] not in request.prompts_to_abort
+            told.append(place)
+    # Of a choice that was ended only, and once; the last of a prompt is aborted with it.
+    assert len(set(told)) == len(told)
+    assert all(sum(place[0] == prompt for place in told) < n for prompt in range(prompts))
     accepted = 0
     for choice, (ids, end, _) in enumerate(choices):
         text, own_ids, *finish = reference(
@@ -341,6 +348,52 @@ def test_a_prompt_is_to_be_aborted_once_all_its_choices_have_finished():
     assert request.prompts_to_abort == (1,)
     assert request.prompts_in_engine == (0, 1)
     assert not request.ended
+
+
+def test_a_choice_that_stopped_by_text_is_to_be_ended_while_others_go_on():
+    request = RequestOutput(VOCABULARY, (5, 5), 3, ("ab",))
+    request.feed(output(2, choice=1), 1)
+    assert request.choices_to_end == ((1, 1),)
+    assert request.choices_to_end == ((1, 1),)
+    request.choice_left_engine(1, 1)
+    assert request.choices_to_end == ()
+    # What was under way is neither news nor a reason to say it again.
+    assert request.feed(output(0, choice=1), 1) == []
+    assert request.choices_to_end == ()
+    request.feed(output(0, finish=FinishReason.LENGTH), 1)
+    request.feed(output(0, finish=FinishReason.LENGTH, choice=2), 1)
+    assert request.prompts_in_engine == (0,)
+    assert request.prompts_to_abort == request.choices_to_end == ()
+
+
+def test_the_last_choice_is_not_ended_but_its_prompt_aborted():
+    request = RequestOutput(VOCABULARY, (5,), 2, ("ab",))
+    request.feed(output(2))
+    request.feed(output(2, choice=1))
+    assert request.choices_to_end == ()
+    assert request.prompts_to_abort == (0,)
+
+
+def test_a_choice_needs_no_end_once_the_engine_ended_it_too():
+    request = RequestOutput(VOCABULARY, (5,), 2, ("ab",))
+    request.feed(output(2, finish=FinishReason.LENGTH))
+    assert request.choices_to_end == ()
+    request = RequestOutput(VOCABULARY, (5,), 2, ("ab",))
+    request.feed(output(2))
+    request.feed(output(finish=FinishReason.LENGTH))
+    assert request.choices_to_end == ()
+
+
+def test_after_a_failure_single_choices_need_no_end():
+    request = RequestOutput(VOCABULARY, (5,), 2, ("ab",))
+    request.feed(output(2))
+    request.fail(ERROR)
+    assert request.choices_to_end == ()
+    assert request.prompts_to_abort == (0,)
+    request = RequestOutput(VOCABULARY, (5,), 2, ("ab",))
+    request.feed(output(2))
+    request.left_engine(0)
+    assert request.choices_to_end == ()
 
 
 def test_a_choice_that_stopped_by_text_needs_no_abort_once_the_engine_ended_it_too():

@@ -14,7 +14,7 @@ from triolet.config import Config
 from triolet.core import EngineRequest, RequestId, SamplingParams
 from triolet.runtime.lifecycle import Phase, TextOptions
 from triolet.testing.asgi import open_server
-from triolet.testing.engine import ScriptedBackend, say, serve_script
+from triolet.testing.engine import ScriptedBackend, say, say_each, serve_script
 
 # Short of what is tokenized in a thread, which a virtual clock would not wait for.
 LONG = {**STREAM, "messages": [{"role": "user", "content": "x" * 1900}]}
@@ -114,6 +114,32 @@ async def test_a_stop_string_frees_the_engine_at_once(mock_clock):
         # Nobody has read the answer yet, and the engine is free all the same.
         assert held(server) == (0, 0, 0)
         assert text(chunks(await exchange.read())) == "ab"
+
+
+async def test_a_choice_that_a_stop_string_ends_frees_its_row_while_others_go_on(mock_clock):
+    backend = ScriptedBackend(say_each("a. and on and on", "b" * 50), step_s=1.0)
+    async with open_server(serve_script(backend)) as server:
+        exchange = server.client.start(
+            "POST", PATH, json_body={**STREAM, "n": 2, "stop": ".", "max_tokens": 9}
+        )
+        rows = []
+        for _ in range(5):
+            await settle()
+            rows.append(backend.statistics().used_rows)
+            mock_clock.jump(1.0)
+        # Begun with, "a" and "b", "." and "b": the next step is the other's alone.
+        assert rows[-2:] == [1, 1]
+        assert max(rows) == 2
+        mock_clock.autojump_threshold = 0
+        said = chunks(await exchange.read())
+    assert [
+        sum(
+            len(c["choices"][0]["delta"].get("content", ""))
+            for c in said
+            if c["choices"][0]["index"] == index
+        )
+        for index in (0, 1)
+    ] == [1, 9]
 
 
 async def test_repeated_and_late_aborts_are_counted_no_ops(mock_clock):
@@ -246,6 +272,22 @@ async def test_a_reader_that_lags_pauses_its_request_and_loses_nothing(autojump_
         assert backend.statistics().paused == 0
 
 
+@pytest.mark.slow
+async def test_tokens_that_nobody_takes_pause_a_request_long_before_their_bytes_do(autojump_clock):
+    async with open_server(served(step_s=0.001), Config(max_stream_tokens=100)) as server:
+        lagging = server.client.start("POST", PATH, json_body=STREAM)
+        await lagging.next_message()
+        await trio.sleep(60)
+        statistics = server.runtime.backend().statistics()
+        assert statistics.paused == 1
+        # What the writer had taken, the bound, and what was under way.
+        assert statistics.output_tokens < 110
+        body = b""
+        while not body.endswith(b"[DONE]\n\n"):
+            body += await lagging.next_body()
+        assert text(events(body)[:-1]) == "ab " * 1000
+
+
 async def test_a_full_server_says_when_to_come_back(autojump_clock, outcomes):
     config = Config(max_num_seqs=1, max_num_queued_reqs=1)
     async with open_server(served(step_s=1.0, max_num_seqs=1), config) as server:
@@ -313,13 +355,21 @@ async def test_a_book_that_cannot_be_written_ends_nobody_elses_request(autojump_
 
 async def test_a_backend_that_refuses_a_request_leaves_nothing_of_it(autojump_clock, outcomes):
     def scripts(request):
-        raise LookupError(request.id)
+        if request.id == "a:1":
+            raise LookupError(request.id)
+        return say("a")(request)
 
-    request = EngineRequest(RequestId("a"), (1,), SamplingParams(max_tokens=1))
+    requests = tuple(
+        EngineRequest(RequestId(f"a:{number}"), (1,), SamplingParams(max_tokens=1))
+        for number in range(3)
+    )
     async with open_server(serve_script(ScriptedBackend(scripts))) as server:
-        with pytest.raises(LookupError), server.runtime.arrive(request.id) as arrival:
-            arrival.admit((request,), TextOptions(), timeout_s=1)
+        with pytest.raises(LookupError), server.runtime.arrive(RequestId("a")) as arrival:
+            arrival.admit(requests, TextOptions(), timeout_s=1)
         assert held(server) == (0, 0, 0)
+        assert (server.runtime.queued_requests, server.runtime.queued_tokens) == (0, 0)
+        assert server.runtime.backend().statistics().waiting == 0
+        assert server.runtime._handles == {}
         assert outcomes() == ["failed"]
 
 

@@ -1,43 +1,36 @@
 from __future__ import annotations
 
-from itertools import pairwise
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triolet.stream.policy import Decision, decide
+from triolet.stream.policy import Decision, Undelivered, decide
 
-LIMITS = st.integers(1, 1000)
-BYTES = st.integers(0, 2000)
-
-
-@given(BYTES, LIMITS)
-def test_a_running_request_pauses_exactly_from_the_bound_on(undelivered, limit):
-    expected = Decision.PAUSE if undelivered >= limit else Decision.KEEP
-    assert decide(undelivered, paused=False, limit_bytes=limit) is expected
+LIMITS = st.builds(Undelivered, st.integers(1, 1000), st.integers(1, 1000))
+LEVELS = st.builds(Undelivered, st.integers(0, 2000), st.integers(0, 2000))
 
 
-@given(BYTES, LIMITS)
-def test_a_paused_request_resumes_exactly_below_half_of_the_bound(undelivered, limit):
-    expected = Decision.RESUME if undelivered < limit / 2 else Decision.KEEP
-    assert decide(undelivered, paused=True, limit_bytes=limit) is expected
+@given(LEVELS, LIMITS)
+def test_a_running_request_pauses_exactly_from_either_bound_on(level, limit):
+    reached = level.bytes >= limit.bytes or level.tokens >= limit.tokens
+    expected = Decision.PAUSE if reached else Decision.KEEP
+    assert decide(level, limit, paused=False) is expected
 
 
-@given(st.lists(BYTES), LIMITS)
-def test_pause_and_resume_alternate_at_least_half_the_bound_apart(levels, limit):
-    paused, turns = False, []
-    for level in levels:
-        decision = decide(level, paused, limit)
+@given(LEVELS, LIMITS)
+def test_a_paused_request_resumes_exactly_below_half_of_both_bounds(level, limit):
+    below = level.bytes < limit.bytes / 2 and level.tokens < limit.tokens / 2
+    expected = Decision.RESUME if below else Decision.KEEP
+    assert decide(level, limit, paused=True) is expected
+
+
+@given(LEVELS, LIMITS)
+def test_the_same_level_again_changes_nothing(level, limit):
+    for paused in (True, False):
+        decision = decide(level, limit, paused=paused)
         if decision is not Decision.KEEP:
-            turns.append((decision, level))
-            paused = decision is Decision.PAUSE
-            # The same level again changes nothing.
-            assert decide(level, paused, limit) is Decision.KEEP
-    for (before, low), (after, high) in pairwise(turns):
-        assert before is not after
-        assert abs(high - low) * 2 > limit
+            assert decide(level, limit, paused=not paused) is Decision.KEEP
 
 
 @given(LIMITS)
 def test_a_reader_that_took_everything_is_never_left_paused(limit):
-    assert decide(0, paused=True, limit_bytes=limit) is Decision.RESUME
+    assert decide(Undelivered(0, 0), limit, paused=True) is Decision.RESUME

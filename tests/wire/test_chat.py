@@ -155,7 +155,6 @@ def test_a_message_with_tool_calls_is_refused_for_them_and_not_for_its_missing_c
         ("chat_template", "{{ 7 * 7 }}"),
         ("use_beam_search", True),
         ("length_penalty", 2),
-        ("priority", 1),
         ("store", True),
     ],
 )
@@ -170,7 +169,7 @@ def test_a_refused_field_with_a_value_that_changes_nothing_is_accepted(name):
 
 
 def test_a_neutral_number_may_be_written_either_way():
-    assert decode(length_penalty=1.0, priority=0.0) == decode()
+    assert decode(length_penalty=1.0) == decode()
 
 
 def test_what_cannot_change_the_result_is_accepted():

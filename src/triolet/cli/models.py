@@ -11,13 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import attrs
 import trio
 
 from triolet.cli.generation_config import default_sampling
 from triolet.core import ModelInfo
 from triolet.errors import ModelLoadError, StartupError
 from triolet.runtime.bridge import EngineThread
-from triolet.runtime.lifecycle import Runtime, Served
+from triolet.runtime.lifecycle import Runtime, Served, runtime_from
 from triolet.testing.engine import ScriptedBackend, echo, say, serve_script
 
 if TYPE_CHECKING:
@@ -36,13 +37,7 @@ TORCH_HINT = "The local engine needs torch and transformers: `pip install 'triol
 
 def create_runtime(config: Config) -> Runtime:
     """A runtime that loads what the configuration names once it runs."""
-    return Runtime(
-        loader(config),
-        max_live_requests=config.max_num_seqs + config.max_num_queued_reqs,
-        max_undelivered_bytes=config.max_stream_buffer,
-        max_request_timeout_s=config.request_timeout,
-        drain_timeout_s=config.drain_timeout,
-    )
+    return runtime_from(loader(config), config)
 
 
 def loader(config: Config) -> Callable[[], Awaitable[Served]]:
@@ -78,8 +73,11 @@ def _scripted(config: Config) -> Served:
         step_s=config.scripted_step_ms / 1000,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        **({} if config.max_model_len is None else {"max_model_len": config.max_model_len}),
+        scheduling_policy=config.scheduling_policy,
+        stall_timeout_s=config.engine_stall_timeout,
     )
+    if config.max_model_len is not None:
+        backend = attrs.evolve(backend, max_model_len=config.max_model_len)
     return serve_script(backend, names=config.served_model_name or ("scripted",))
 
 
@@ -108,6 +106,7 @@ def _local(config: Config) -> Served:
         block_size=config.block_size,
         kv_cache_bytes=config.kv_cache_memory,
         max_logprobs=config.max_logprobs,
+        heed_priority=config.scheduling_policy == "priority",
     )
     loaded = load_engine(
         source,
@@ -139,5 +138,5 @@ def _local(config: Config) -> Served:
             default_sampling=default_sampling({} if own is None else own.to_diff_dict()),
         ),
         tokenizer=tokenizer,
-        backend=EngineThread(loaded.engine),
+        backend=EngineThread(loaded.engine, stall_timeout_s=config.engine_stall_timeout),
     )

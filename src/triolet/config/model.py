@@ -230,6 +230,13 @@ class Config(EngineSettings):
         help="Undelivered bytes of one stream at which its request is paused.",
         default_text="256KiB",
     )
+    # Ten seconds of a fast stream: beyond any hiccup of a network, and little to compute in vain.
+    max_stream_tokens: int = setting(
+        512,
+        token_count(),
+        STREAMS,
+        help="Undelivered output tokens of one stream at which its request is paused.",
+    )
     commit_after: float = setting(
         10.0,
         seconds(zero=True),

@@ -35,6 +35,11 @@ class ServerState:
     engine: EngineStatistics
     live_requests: int
     ready: bool
+    #: Prompts that the engine has not begun with, and their tokens.
+    queued_requests: int = 0
+    queued_tokens: int = 0
+    #: Requests whose reader lags.
+    paused_requests: int = 0
 
 
 @attrs.define(eq=False)
@@ -49,6 +54,8 @@ class Metrics:
     _output_tokens: Counter = attrs.field(init=False)
     _duration: Histogram = attrs.field(init=False)
     _first_token: Histogram = attrs.field(init=False)
+    _queue: Histogram = attrs.field(init=False)
+    _late_cancels: Counter = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         registry = self.registry
@@ -79,11 +86,26 @@ class Metrics:
             buckets=SECONDS_BUCKETS,
             registry=registry,
         )
+        self._queue = Histogram(
+            "triolet_request_queue_seconds",
+            "From admission to the first step of the engine, or to the end of a request without.",
+            buckets=SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self._late_cancels = Counter(
+            "triolet_late_cancels",
+            "Calls of the cancel route for requests that had ended or were ending: no-ops.",
+            registry=registry,
+        )
         registry.register(_StateCollector(self.state))
 
     def rejected(self) -> None:
-        """Count a request that was refused before it was admitted."""
+        """Count a request, to whatever route, that was refused and has no record."""
         self._requests.labels("rejected").inc()
+
+    def cancelled_late(self) -> None:
+        """Count a cancel that came after the end."""
+        self._late_cancels.inc()
 
     def ended(
         self,
@@ -93,20 +115,36 @@ class Metrics:
         output_tokens: int,
         duration_s: float,
         first_token_s: float | None,
+        queue_s: float | None,
     ) -> None:
-        """Count a request's end."""
+        """Count a request's end. Seconds are ``None`` where it did not get so far."""
         self._requests.labels(outcome).inc()
         self._prompt_tokens.inc(prompt_tokens)
         self._output_tokens.inc(output_tokens)
         self._duration.labels(outcome).observe(duration_s)
         if first_token_s is not None:
             self._first_token.observe(first_token_s)
+        if queue_s is not None:
+            self._queue.observe(queue_s)
 
     def render(self) -> bytes:
         """All metrics as Prometheus text."""
         return generate_latest(self.registry)
 
 
+# A text completion with several prompts is a request for each to the engine, and counts so.
+_REQUEST_GAUGES = {
+    "live_requests": (
+        "triolet_requests_live",
+        "Requests that have not ended, each prompt counted.",
+    ),
+    "queued_requests": (
+        "triolet_requests_queued",
+        "Of these, the ones that the engine has not begun with.",
+    ),
+    "queued_tokens": ("triolet_queued_prompt_tokens", "Prompt tokens of these."),
+    "paused_requests": ("triolet_requests_paused", "Requests paused because their client lags."),
+}
 _GAUGES = {
     "waiting": (
         "triolet_engine_sequences_waiting",
@@ -137,9 +175,8 @@ class _StateCollector(Collector):
         yield GaugeMetricFamily(
             "triolet_ready", "1 while requests are taken, else 0.", value=float(state.ready)
         )
-        yield GaugeMetricFamily(
-            "triolet_requests_live", "Requests that have not ended.", value=state.live_requests
-        )
+        for field, (name, text) in _REQUEST_GAUGES.items():
+            yield GaugeMetricFamily(name, text, value=getattr(state, field))
         for field, (name, text) in _GAUGES.items():
             yield GaugeMetricFamily(name, text, value=getattr(state.engine, field))
         for field, (name, text) in _COUNTERS.items():

@@ -22,9 +22,9 @@ Rules:
 8. :meth:`RequestOutput.fail` shows what is pending, per choice, then :class:`Failed`. So does
    it after :meth:`RequestOutput.feed` has raised: ids before the bad one are not lost.
 9. After the terminal event, and after an exception until :meth:`RequestOutput.fail`: silence.
-10. The engine knows no text and drops whole prompts only. A choice that a stop string ended runs
-    on in it, unheard, until the engine ends it or all choices of its prompt have finished; then
-    the prompt stands in :attr:`RequestOutput.prompts_to_abort`.
+10. The engine knows no text. A choice that a stop string ended runs on in it until it is told:
+    the choice stands in :attr:`RequestOutput.choices_to_end` if others of its prompt go on; with
+    the last of them the whole prompt stands in :attr:`RequestOutput.prompts_to_abort` instead.
 
 What a choice accepts waits in its own buffers until a whole output is done, so an exception in
 the midst of one neither loses nor repeats text.
@@ -178,6 +178,8 @@ class RequestOutput:
     _scored: set[int] = attrs.field(init=False, factory=set)
     _scores: list[OutputEvent] = attrs.field(init=False, factory=list)
     _to_abort: set[int] = attrs.field(init=False, factory=set)
+    #: Prompt and choice of it.
+    _to_end: set[tuple[int, int]] = attrs.field(init=False, factory=set)
 
     @_choices.default
     def _new_choices(self) -> list[list[_Choice]]:
@@ -228,11 +230,25 @@ class RequestOutput:
         """
         return tuple(sorted(self._to_abort)) if self._to_abort else ()
 
+    @property
+    def choices_to_end(self) -> tuple[tuple[int, int], ...]:
+        """Choices that nobody wants more of, of prompts that go on: prompt, number within it.
+
+        The caller ends each in the engine and says so with :meth:`choice_left_engine`. It may
+        look after every call. None of these is of a prompt in :attr:`prompts_to_abort`.
+        """
+        return tuple(sorted(self._to_end)) if self._to_end else ()
+
     def left_engine(self, prompt: int) -> None:
         """The engine runs this prompt no more: it was aborted, or has failed."""
-        for choice in self._choices[prompt]:
-            choice.in_engine = False
+        for number in range(self.n):
+            self.choice_left_engine(prompt, number)
         self._to_abort.discard(prompt)
+
+    def choice_left_engine(self, prompt: int, number: int) -> None:
+        """The engine runs this choice no more: it has ended it, or was told to."""
+        self._choices[prompt][number].in_engine = False
+        self._to_end.discard((prompt, number))
 
     def feed(self, output: TokenOutput, prompt: int = 0) -> list[OutputEvent]:
         """The events of one engine output.
@@ -249,7 +265,7 @@ class RequestOutput:
         # A negative index would count from the end: the wrong choice instead of an error.
         asked = 0 <= prompt < len(self._choices) and 0 <= output.choice < self.n
         if asked and output.finish is not None:
-            self._choices[prompt][output.choice].in_engine = False
+            self.choice_left_engine(prompt, output.choice)
             if prompt in self._to_abort and not self._in_engine(prompt):
                 self._to_abort.discard(prompt)
         if self.ended or self._broken:
@@ -262,7 +278,7 @@ class RequestOutput:
                 "this is a bug in the engine."
             )
         try:
-            return self._feed(output, prompt, self._choices[prompt][output.choice])
+            return self._feed(output, prompt)
         except BaseException:
             self._broken = True
             raise
@@ -270,7 +286,8 @@ class RequestOutput:
     def _in_engine(self, prompt: int) -> bool:
         return any(choice.in_engine for choice in self._choices[prompt])
 
-    def _feed(self, output: TokenOutput, prompt: int, choice: _Choice) -> list[OutputEvent]:
+    def _feed(self, output: TokenOutput, prompt: int) -> list[OutputEvent]:
+        choice = self._choices[prompt][output.choice]
         if output.prompt_logprobs and prompt not in self._scored:
             self._scored.add(prompt)
             self._scores.append(PromptScored(prompt, output.prompt_logprobs))
@@ -282,7 +299,7 @@ class RequestOutput:
         if finish is not None:
             choice.finished = True
             events.append(finish)
-            events += self._count_finish(prompt)
+            events += self._count_finish(prompt, output.choice)
         return events
 
     def _consume(self, output: TokenOutput, choice: _Choice) -> ChoiceFinished | None:
@@ -293,25 +310,32 @@ class RequestOutput:
             )
         return choice.consume(output)
 
-    def _count_finish(self, prompt: int) -> list[OutputEvent]:
+    def _count_finish(self, prompt: int, number: int) -> list[OutputEvent]:
         """One more choice of a prompt has finished; the success end, if it was the last."""
         self._unfinished[prompt] -= 1
         if self._unfinished[prompt]:
+            if self._choices[prompt][number].in_engine:
+                self._to_end.add((prompt, number))
             return []
         if self._in_engine(prompt):
-            self._to_abort.add(prompt)
+            self._abort(prompt)
         self._running -= 1
         if self._running:
             return []
         self.ended = True
         return [Completed(self.usage)]
 
+    def _abort(self, prompt: int) -> None:
+        self._to_abort.add(prompt)
+        self._to_end.difference_update([(prompt, number) for number in range(self.n)])
+
     def fail(self, error: TrioletError) -> list[OutputEvent]:
         """End the request in any other way: what is pending, then the failure."""
         if self.ended:
             return []
         self.ended = True
-        self._to_abort.update(self.prompts_in_engine)
+        for prompt in self.prompts_in_engine:
+            self._abort(prompt)
         events, self._scores = self._scores, []
         for choices in self._choices:
             for choice in choices:

@@ -7,22 +7,24 @@ to the live request that it becomes or to nobody.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Protocol, Self
 
 import attrs
 
 from triolet.core import CancelCause, RequestId
-from triolet.errors import RequestTimeoutError, TrioletError
+from triolet.errors import CancelledRequestError, TrioletError
 from triolet.output.events import Usage
 from triolet.runtime.record import RequestRecord
+from triolet.runtime.state import Move, State, after
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from triolet.core import EngineRequest
-    from triolet.runtime.lifecycle import TextOptions
     from triolet.runtime.request import RequestHandle
+    from triolet.runtime.served import TextOptions
 
 
 class Places(Protocol):
@@ -35,6 +37,7 @@ class Places(Protocol):
         text: TextOptions,
         *,
         timeout_s: float,
+        queue_timeout_s: float,
     ) -> RequestHandle:
         """Make a live request of an arrival."""
 
@@ -52,10 +55,15 @@ class Arrival:
     arrived_s: float
     deadline_s: float
     received_ns: int = attrs.field(factory=time.monotonic_ns, init=False)
-    _open: bool = attrs.field(default=True, init=False)
+    state: State = attrs.field(default=State.RECEIVED, init=False)
 
     def admit(
-        self, requests: tuple[EngineRequest, ...], text: TextOptions, *, timeout_s: float
+        self,
+        requests: tuple[EngineRequest, ...],
+        text: TextOptions,
+        *,
+        timeout_s: float,
+        queue_timeout_s: float = math.inf,
     ) -> RequestHandle:
         """Become a live request, which takes over the place.
 
@@ -63,18 +71,30 @@ class Arrival:
             requests: What the engine gets: one for each prompt.
             text: What the output path gets.
             timeout_s: Seconds the request may take in all, counted from its arrival.
+            queue_timeout_s: Seconds from its arrival until the engine has to have begun with
+                it, where that is less than the server's own limit.
 
         Raises:
-            CapacityError: The server has begun to drain, or the engine is down.
+            CapacityError: The server has begun to drain, or the engine is down, or the queue
+                is full.
         """
-        handle = self._runtime.admit(self, requests, text, timeout_s=timeout_s)
-        self._open = False
+        handle = self._runtime.admit(
+            self, requests, text, timeout_s=timeout_s, queue_timeout_s=queue_timeout_s
+        )
+        self.state = after(self.state, Move.ADMIT)
         return handle
 
     def refuse(self, error: TrioletError) -> None:
         """Give the place back because of an error. A no-op once admitted."""
-        timed_out = isinstance(error, RequestTimeoutError)
-        self._leave(f"cancelled:{CancelCause.TIMEOUT.value}" if timed_out else "rejected")
+        if isinstance(error, CancelledRequestError):
+            self._leave(Move.CANCEL, error.code)
+        else:
+            self._leave(Move.REFUSE)
+
+    def turn_away(self) -> RequestRecord:
+        """The record of a request that got no place, so that there is none to give back."""
+        self.state = after(self.state, Move.REFUSE)
+        return self._record(self.state.value)
 
     def __enter__(self) -> Self:
         return self
@@ -88,18 +108,18 @@ class Arrival:
         if isinstance(error, TrioletError):
             self.refuse(error)
         elif isinstance(error, Exception) and not isinstance(error, ClientDisconnectedError):
-            self._leave("failed")
+            self._leave(Move.FAIL)
         else:
             # Whoever is neither admitted nor refused has gone.
-            self._leave(f"cancelled:{CancelCause.DISCONNECT.value}")
+            self._leave(Move.CANCEL, CancelCause.DISCONNECT.value)
 
-    def _leave(self, outcome: str) -> None:
-        if self._open:
-            self._open = False
-            self._runtime.left(self.record(outcome))
+    def _leave(self, move: Move, cause: str | None = None) -> None:
+        if self.state is State.RECEIVED:
+            self.state = after(self.state, move)
+            outcome = self.state.value if cause is None else f"{self.state.value}:{cause}"
+            self._runtime.left(self._record(outcome))
 
-    def record(self, outcome: str) -> RequestRecord:
-        """The record of a request that never became one."""
+    def _record(self, outcome: str) -> RequestRecord:
         return RequestRecord(
             id=self.id,
             outcome=outcome,

@@ -13,8 +13,8 @@ does, and what they abort is still there to hear it.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import attrs
@@ -23,23 +23,27 @@ import trio
 from triolet.core import CancelCause, ModelInfo, RequestId, StepResult
 from triolet.errors import (
     CapacityError,
-    DrainingError,
-    EngineDownError,
     EngineError,
     InvalidRequestError,
-    NotReadyError,
 )
 from triolet.observe.logs import REQUEST_LOGGER
 from triolet.output.request import RequestOutput
-from triolet.prompt.tokenizer import Tokenizer
 from triolet.runtime.admission import Admission
 from triolet.runtime.arrival import Arrival
-from triolet.runtime.backend import Backend
+from triolet.runtime.phase import Phase, engine_down, refusal
 from triolet.runtime.record import RequestRecord
+from triolet.runtime.registry import Ended, Registry
 from triolet.runtime.request import RequestHandle
+from triolet.runtime.served import Served, TextOptions
+from triolet.runtime.state import State
+from triolet.stream.policy import Undelivered
 
 if TYPE_CHECKING:
+    from triolet.config import Config
     from triolet.core import EngineRequest
+    from triolet.runtime.backend import Backend
+
+__all__ = ["Phase", "Runtime", "Served", "TextOptions", "runtime_from"]
 
 logger = logging.getLogger(__name__)
 request_logger = logging.getLogger(REQUEST_LOGGER)
@@ -47,45 +51,6 @@ request_logger = logging.getLogger(REQUEST_LOGGER)
 #: Engine steps that may wait for the event loop. Enough to ride out a slow pass of the loop,
 #: few enough that a stalled loop stops the engine within moments.
 STEP_CHANNEL_STEPS = 4
-#: What a client is told to wait while the model loads; loads take seconds to minutes.
-LOADING_RETRY_AFTER_S = 5.0
-#: A drained server, or one whose engine died, is usually replaced by another within this time.
-DRAINING_RETRY_AFTER_S = 5.0
-
-
-class Phase(StrEnum):
-    """Where the server is in its life."""
-
-    STARTING = "starting"
-    READY = "ready"
-    DRAINING = "draining"
-    STOPPED = "stopped"
-
-
-@attrs.frozen
-class Served:
-    """A loaded model: what computes it and what reads and writes its text."""
-
-    info: ModelInfo
-    tokenizer: Tokenizer
-    backend: Backend
-    #: Bytes of the longest token: what one of the context's tokens can stand for at most.
-    longest_token_bytes: int = attrs.field(init=False)
-
-    @longest_token_bytes.default
-    def _longest(self) -> int:
-        return max(map(len, filter(None, self.tokenizer.vocabulary.token_bytes)), default=1)
-
-
-@attrs.frozen
-class TextOptions:
-    """What shapes a request's text and is of no concern to the engine."""
-
-    stops: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special_tokens: bool = True
-    #: Output tokens that a choice has before a stop string can end it.
-    min_tokens: int = 0
 
 
 @attrs.define(eq=False)
@@ -99,6 +64,12 @@ class Runtime:
     max_request_timeout_s: float
     #: Seconds that running requests get once a drain has begun.
     drain_timeout_s: float
+    #: Seconds that a request may wait for its first step of the engine.
+    queue_timeout_s: float = math.inf
+    #: Output tokens of one stream that its client has not taken.
+    max_undelivered_tokens: int = 512
+    #: Prompt tokens that may wait for the engine; ``None`` bounds the requests alone.
+    max_queued_tokens: int | None = None
     #: Told of every request's end.
     on_record: Callable[[RequestRecord], None] = attrs.field(default=lambda _: None, repr=False)
     phase: Phase = attrs.field(default=Phase.STARTING, init=False)
@@ -106,7 +77,12 @@ class Runtime:
     failure: Exception | None = attrs.field(default=None, init=False)
     _served: Served | None = attrs.field(default=None, init=False)
     _requests: trio.Nursery | None = attrs.field(default=None, init=False, repr=False)
+    #: By the engine's ids, one for each prompt.
     _handles: dict[RequestId, RequestHandle] = attrs.field(factory=dict, init=False, repr=False)
+    #: By the clients' ids.
+    _registry: Registry[RequestHandle] = attrs.field(
+        factory=Registry[RequestHandle], init=False, repr=False
+    )
     _admission: Admission = attrs.field(init=False)
     _draining: trio.Event = attrs.field(factory=trio.Event, init=False, repr=False)
     _hurry: trio.Event = attrs.field(factory=trio.Event, init=False, repr=False)
@@ -115,7 +91,9 @@ class Runtime:
     _stopped: trio.Event = attrs.field(factory=trio.Event, init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        self._admission = Admission(max_live=self.max_live_requests)
+        self._admission = Admission(
+            max_live=self.max_live_requests, max_queued_tokens=self.max_queued_tokens
+        )
 
     # The life of the server.
 
@@ -179,7 +157,7 @@ class Runtime:
                 await self._draining.wait()
                 self.phase = Phase.DRAINING
                 await self._wait_for_requests()
-                for handle in tuple(self._handles.values()):
+                for handle in self._registry.live():
                     handle.cancel(CancelCause.SHUTDOWN)
             engine.cancel_scope.cancel(reason="drained")
 
@@ -210,23 +188,31 @@ class Runtime:
         except Exception as error:
             logger.exception("the engine died")
             self.failure = error
-            down = _engine_down()
-            for engine_id, handle in tuple(self._handles.items()):
-                handle.fail(down, engine_id)
+            self._fail_all()
             self.drain()
 
+    def _fail_all(self) -> None:
+        for engine_id, handle in tuple(self._handles.items()):
+            # An error for each: its traceback will hold what its own request held.
+            handle.fail(engine_down(), engine_id)
+
     async def _pump(self, steps: trio.MemoryReceiveChannel[StepResult]) -> None:
-        """Give each step's tokens to their requests, in one synchronous pass per step."""
         async for step in steps:
-            for request_id in step.first_scheduled:
-                if handle := self._handles.get(request_id):
-                    handle.first_scheduled(step.started_ns)
-            for tokens in step.outputs:
-                if handle := self._handles.get(tokens.request_id):
-                    handle.feed(tokens, step.sampled_ns)
-            for failure in step.failures:
-                if handle := self._handles.get(failure.request_id):
-                    handle.fail(EngineError(failure.message), failure.request_id)
+            self._deliver(step)
+
+    def _deliver(self, step: StepResult) -> None:
+        """Give a step's tokens to their requests. Synchronous: nobody sees half of a step."""
+        now_s = trio.current_time()
+        for request_id in step.first_scheduled:
+            self._admission.started(now_s, request_id)
+            if handle := self._handles.get(request_id):
+                handle.first_scheduled(step.started_ns)
+        for tokens in step.outputs:
+            if handle := self._handles.get(tokens.request_id):
+                handle.feed(tokens, step.sampled_ns)
+        for failure in step.failures:
+            if handle := self._handles.get(failure.request_id):
+                handle.fail(EngineError(failure.message), failure.request_id)
 
     # What the server's routes ask for.
 
@@ -262,6 +248,21 @@ class Runtime:
         """Requests that have not ended, those still being read included."""
         return self._admission.live
 
+    @property
+    def queued_requests(self) -> int:
+        """Prompts that wait for the engine to begin with them."""
+        return self._admission.queued
+
+    @property
+    def queued_tokens(self) -> int:
+        """Their tokens."""
+        return self._admission.queued_tokens
+
+    @property
+    def paused_requests(self) -> int:
+        """Requests whose reader lags. Counted when asked for."""
+        return sum(handle.state is State.PAUSED for handle in self._registry.live())
+
     def arrive(self, request_id: RequestId) -> Arrival:
         """Take a place for a request of which nothing has been read yet.
 
@@ -276,7 +277,7 @@ class Runtime:
             self.served  # noqa: B018 - raises where there is none
             self._admission.enter(now)
         except CapacityError:
-            self._write(arrival.record("rejected"))
+            self._write(arrival.turn_away())
             raise
         return arrival
 
@@ -287,12 +288,20 @@ class Runtime:
         text: TextOptions,
         *,
         timeout_s: float,
+        queue_timeout_s: float,
     ) -> RequestHandle:
         """See :meth:`triolet.runtime.arrival.Arrival.admit`. No await from start to end."""
         served = self.served
         assert self._requests is not None  # noqa: S101 - READY means the nursery is open
+        if len(requests) > self.max_live_requests:
+            raise InvalidRequestError(
+                f"This server takes {self.max_live_requests} prompts at once, and the request has "
+                f"{len(requests)}: send them apart.",
+                param="prompt",
+            )
+        now_s = trio.current_time()
         handle = RequestHandle(
-            id=RequestId(requests[0].id.removesuffix(":0")),
+            id=arrival.id,
             engine_ids=tuple(request.id for request in requests),
             backend=served.backend,
             output=RequestOutput(
@@ -305,35 +314,52 @@ class Runtime:
                 skip_special_tokens=text.skip_special_tokens,
                 min_tokens=text.min_tokens,
             ),
-            max_undelivered_bytes=self.max_undelivered_bytes,
+            max_undelivered=Undelivered(self.max_undelivered_bytes, self.max_undelivered_tokens),
             on_end=self._request_ended,
             received_ns=arrival.received_ns,
+            owner=requests[0].tenant,
+            deadline_s=min(arrival.deadline_s, arrival.arrived_s + timeout_s),
+            queue_deadline_s=min(now_s + self.queue_timeout_s, arrival.arrived_s + queue_timeout_s),
         )
-        handle.scope.deadline = min(arrival.deadline_s, arrival.arrived_s + timeout_s)
-        if len(requests) > self.max_live_requests:
-            raise InvalidRequestError(
-                f"This server takes {self.max_live_requests} prompts at once, and the request has "
-                f"{len(requests)}: send them apart.",
-                param="prompt",
-            )
         # Each further prompt is a request of its own to the engine, so it takes a place too.
-        self._admission.enter(trio.current_time(), len(requests) - 1)
-        for request in requests:
-            served.backend.submit(request)
-            self._handles[request.id] = handle
+        self._admission.wait(now_s, {r.id: len(r.prompt_ids) for r in requests})
+        self._submit(handle, requests, served.backend)
+        self._registry.add(handle)
         self._requests.start_soon(handle.run, name=f"request {handle.id}")
         return handle
+
+    def _submit(
+        self, handle: RequestHandle, requests: tuple[EngineRequest, ...], backend: Backend
+    ) -> None:
+        try:
+            for request in requests:
+                self._handles[request.id] = handle
+                backend.submit(request)
+        except BaseException:
+            # A bug in the backend; what it leaves behind must not take a place for ever.
+            for engine_id in handle.engine_ids:
+                if self._handles.pop(engine_id, None) is not None:
+                    backend.abort(engine_id)
+            self._admission.withdraw(handle.engine_ids)
+            raise
+
+    def find(self, request_id: RequestId, owner: str) -> RequestHandle | Ended | None:
+        """See :meth:`triolet.runtime.registry.Registry.find`."""
+        return self._registry.find(request_id, owner)
 
     def _request_ended(self, handle: RequestHandle, record: RequestRecord) -> None:
         for engine_id in handle.engine_ids:
             del self._handles[engine_id]
         if self._draining.is_set() and not self._handles:
             self._idle.set()
-        self.left(record, places=len(handle.engine_ids))
+        self._registry.end(handle, record.outcome)
+        prompts = handle.engine_ids
+        self._admission.leave(trio.current_time(), prompts, places=len(prompts))
+        self._write(record)
 
-    def left(self, record: RequestRecord, *, places: int = 1) -> None:
-        """A request, live or not yet, gives its place back, or one for each of its prompts."""
-        self._admission.leave(trio.current_time(), places)
+    def left(self, record: RequestRecord) -> None:
+        """A request that was never admitted gives its place back."""
+        self._admission.leave(trio.current_time())
         self._write(record)
 
     def _write(self, record: RequestRecord) -> None:
@@ -353,20 +379,18 @@ class Runtime:
 
     def refusal(self) -> CapacityError:
         """Why no request is taken now."""
-        if self.failure is not None:
-            return _engine_down()
-        if self.phase is Phase.STARTING:
-            return NotReadyError(
-                "The model is still loading; try again after the time in Retry-After.",
-                retry_after_s=LOADING_RETRY_AFTER_S,
-            )
-        return DrainingError(
-            "The server is shutting down and takes no new requests.",
-            retry_after_s=DRAINING_RETRY_AFTER_S,
-        )
+        return refusal(self.phase, failed=self.failure is not None)
 
 
-def _engine_down() -> EngineDownError:
-    return EngineDownError(
-        "The engine has stopped; this server will restart.", retry_after_s=DRAINING_RETRY_AFTER_S
+def runtime_from(load: Callable[[], Awaitable[Served]], config: Config) -> Runtime:
+    """A runtime with a configuration's limits that serves what ``load`` loads once it runs."""
+    return Runtime(
+        load,
+        max_live_requests=config.max_num_seqs + config.max_num_queued_reqs,
+        max_undelivered_bytes=config.max_stream_buffer,
+        max_undelivered_tokens=config.max_stream_tokens,
+        max_request_timeout_s=config.request_timeout,
+        drain_timeout_s=config.drain_timeout,
+        queue_timeout_s=config.queue_timeout or math.inf,
+        max_queued_tokens=config.max_num_queued_tokens,
     )

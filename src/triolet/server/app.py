@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
@@ -28,14 +29,19 @@ from triolet.server.http import (
     on_http_exception,
     on_triolet_error,
 )
+from triolet.server.requests import RequestRoutes
 from triolet.server.sampling import Policy
 from triolet.server.tokenize import TokenizeRoutes
 
 if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
     from starlette.types import Lifespan
 
     from triolet.config import Config
     from triolet.runtime.record import RequestRecord
+
+_ErrorAnswer = Callable[["Request", Exception], "Response"]
 
 
 def create_app(
@@ -59,12 +65,7 @@ def create_app(
         keepalive_s=config.keepalive,
     )
     gate = TokenizerGate()
-    policy = Policy(
-        max_timeout_s=config.request_timeout,
-        default_seed=config.seed,
-        max_n=config.max_n,
-        max_logprobs=config.max_logprobs,
-    )
+    policy = _policy(config)
     generating: dict[str, Endpoint] = {
         "/v1/chat/completions": ChatEndpoint(gate, policy),
         "/v1/completions": CompletionsEndpoint(gate, policy),
@@ -80,6 +81,7 @@ def create_app(
                 for path, endpoint in generating.items()
             ),
             *TokenizeRoutes(gate, runtime, options.max_body_bytes).routes(),
+            *RequestRoutes(runtime, metrics).routes(),
             *Admin(runtime, metrics).routes(),
         ],
         middleware=[
@@ -88,8 +90,8 @@ def create_app(
             Middleware(AuthMiddleware, keys=read_api_keys(config), on_rejected=metrics.rejected),
         ],
         exception_handlers={
-            TrioletError: handler(on_triolet_error),
-            HTTPException: handler(on_http_exception),
+            TrioletError: handler(_counted(on_triolet_error, metrics)),
+            HTTPException: handler(_counted(on_http_exception, metrics)),
             Exception: handler(on_exception),
         },
         lifespan=lifespan,
@@ -100,22 +102,48 @@ def create_app(
     return app
 
 
+def _policy(config: Config) -> Policy:
+    return Policy(
+        max_timeout_s=config.request_timeout,
+        default_seed=config.seed,
+        max_n=config.max_n,
+        max_logprobs=config.max_logprobs,
+        priorities=config.scheduling_policy == "priority",
+    )
+
+
+def _counted(answer: _ErrorAnswer, metrics: Metrics) -> _ErrorAnswer:
+    """Count what gets an error from the application: it has no record that would be counted."""
+
+    def count_and_answer(request: Request, error: Exception) -> Response:
+        metrics.rejected()
+        return answer(request, error)
+
+    return count_and_answer
+
+
 def _state(runtime: Runtime) -> ServerState:
     backend = runtime.backend()
     return ServerState(
         engine=EngineStatistics() if backend is None else backend.statistics(),
         live_requests=runtime.live_requests,
         ready=runtime.phase is Phase.READY,
+        queued_requests=runtime.queued_requests,
+        queued_tokens=runtime.queued_tokens,
+        paused_requests=runtime.paused_requests,
     )
 
 
 def _count(metrics: Metrics, record: RequestRecord) -> None:
     first = record.first_token_ns
     admitted = record.admitted_ns
+    # Who gave up in the queue has waited too, and the longest of all.
+    begun = record.first_scheduled_ns or record.ended_ns
     metrics.ended(
         outcome=record.outcome,
         prompt_tokens=record.usage.prompt_tokens,
         output_tokens=record.usage.output_tokens,
         duration_s=(record.ended_ns - record.received_ns) / 1e9,
         first_token_s=None if first is None or admitted is None else (first - admitted) / 1e9,
+        queue_s=None if admitted is None else max(0, begun - admitted) / 1e9,
     )

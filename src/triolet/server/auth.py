@@ -1,4 +1,8 @@
-"""API keys."""
+"""API keys, and whose request it is: :data:`TENANT_KEY` in the scope's state.
+
+A tenant is named by the beginning of its key's digest: enough to tell keys apart, useless as
+a key, and the same on every server. Where no keys are configured everyone is the one tenant "".
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,10 @@ if TYPE_CHECKING:
 
 #: The paths that need a key. Health, readiness and metrics are for the machine's own probes.
 PROTECTED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
+#: Where a request finds its tenant: ``scope["state"][TENANT_KEY]``.
+TENANT_KEY = "tenant"
+#: 64 bits: two of a few keys share them by chance once in 10**17 pairs.
+TENANT_HEX_DIGITS = 16
 
 
 @attrs.frozen
@@ -32,25 +40,30 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
-        guarded = self.keys and scope["type"] == "http" and _is_protected(scope)
-        if guarded and not self._knows(Headers(scope=scope).get("authorization", "")):
-            self.on_rejected()
-            error = AuthenticationError("Send one of the server's API keys as a bearer token.")
-            await error_response(error)(scope, receive, send)
-            return
+        if scope["type"] == "http":
+            tenant: str | None = ""
+            if self.keys and _is_protected(scope):
+                tenant = self._tenant(Headers(scope=scope).get("authorization", ""))
+            if tenant is None:
+                self.on_rejected()
+                error = AuthenticationError("Send one of the server's API keys as a bearer token.")
+                await error_response(error)(scope, receive, send)
+                return
+            scope.setdefault("state", {})[TENANT_KEY] = tenant
         await self.app(scope, receive, send)
 
-    def _knows(self, authorization: str) -> bool:
+    def _tenant(self, authorization: str) -> str | None:
+        """Whose key this is; ``None`` if it is none of ours."""
         scheme, _, token = authorization.partition(" ")
         if scheme.lower() != "bearer":
-            return False
+            return None
         digest = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
         # Every key is compared, each in constant time: neither which key nor how much of it
         # matched shows in the time taken.
         matches = [
             hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest()) for key in self.keys
         ]
-        return any(matches)
+        return digest.hex()[:TENANT_HEX_DIGITS] if any(matches) else None
 
 
 def _is_protected(scope: Scope) -> bool:

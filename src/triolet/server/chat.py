@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 
@@ -35,7 +35,7 @@ from triolet.wire.codec import decode_request
 if TYPE_CHECKING:
     from starlette.types import Scope
 
-    from triolet.runtime.lifecycle import Served
+    from triolet.runtime.served import Served
 
 
 @attrs.frozen(eq=False)
@@ -44,6 +44,7 @@ class ChatEndpoint:
 
     gate: TokenizerGate
     policy: Policy
+    id_prefix: ClassVar[str] = "chatcmpl-"
 
     async def prepare(self, body: bytes, scope: Scope, served: Served) -> Generation:
         """See :class:`triolet.server.exchange.Endpoint`."""
@@ -62,7 +63,7 @@ class ChatEndpoint:
             render_and_tokenize,
             characters=messages_size(request.messages) + words_size(request),
         )
-        request_id = f"chatcmpl-{scope['state']['request_id']}"
+        request_id = scope["state"]["request_id"]
         # OpenAI's newer name of the same field; where both are sent, they agree.
         newer = request.max_completion_tokens is not None
         limit = OutputLimit(request.token_limit, "max_completion_tokens" if newer else "max_tokens")
@@ -71,7 +72,7 @@ class ChatEndpoint:
         )
         return Generation(
             requests=engine_requests(
-                request_id,
+                scope,
                 (prompt,),
                 request,
                 served,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 
@@ -34,7 +34,7 @@ from triolet.wire.completions import MAX_CHOICES, CompletionRequest
 if TYPE_CHECKING:
     from starlette.types import Scope
 
-    from triolet.runtime.lifecycle import Served
+    from triolet.runtime.served import Served
 
 #: OpenAI's default for this endpoint; without one, a prompt would be continued to the end of
 #: the model's context.
@@ -47,6 +47,7 @@ class CompletionsEndpoint:
 
     gate: TokenizerGate
     policy: Policy
+    id_prefix: ClassVar[str] = "cmpl-"
 
     async def prepare(self, body: bytes, scope: Scope, served: Served) -> Generation:
         """See :class:`triolet.server.exchange.Endpoint`."""
@@ -70,13 +71,13 @@ class CompletionsEndpoint:
             characters=sum(len(p) for p in request.prompt if request.echo or isinstance(p, str))
             + words_size(request),
         )
-        request_id = f"cmpl-{scope['state']['request_id']}"
+        request_id = scope["state"]["request_id"]
         bodies = CompletionBodies(
             request_id, int(time.time()), request.model, include_usage=include_usage(request)
         )
         return Generation(
             requests=engine_requests(
-                request_id,
+                scope,
                 prompts,
                 request,
                 served,

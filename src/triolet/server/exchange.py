@@ -15,18 +15,20 @@ from triolet.core import CancelCause, EngineRequest, RequestId
 from triolet.errors import RequestTimeoutError, TrioletError
 from triolet.output.events import Usage
 from triolet.runtime.arrival import Arrival, ClientDisconnectedError
-from triolet.runtime.lifecycle import Runtime, TextOptions
+from triolet.runtime.lifecycle import Runtime
 from triolet.runtime.request import RequestHandle
+from triolet.runtime.served import TextOptions
 from triolet.server.deadline_stream import RECORD_KEY
 from triolet.server.event_stream import Answer, ChunkEncoder, write_body, write_event_stream
 from triolet.server.http import error_response, read_body
+from triolet.server.translate import patience_s
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from starlette.types import Message
 
-    from triolet.runtime.lifecycle import Served
+    from triolet.runtime.served import Served
 
 T = TypeVar("T")
 
@@ -35,6 +37,8 @@ logger = logging.getLogger(__name__)
 #: What the send of a complete response gets to finish once the server has said "disconnect".
 #: On HTTP/1.1 it finishes at once; on HTTP/2 it may wait for a client that reads no more.
 LAST_SEND_GRACE_S = 5.0
+#: The shortest silence that a client's own read timeout makes us break: 26 bytes a second.
+LEAST_KEEPALIVE_S = 0.5
 
 
 @attrs.frozen
@@ -54,8 +58,12 @@ class Generation:
 class Endpoint(Protocol):
     """An OpenAI endpoint that generates: how it reads a body and how it answers."""
 
+    @property
+    def id_prefix(self) -> str:
+        """What the ids of its requests begin with."""
+
     async def prepare(self, body: bytes, scope: Scope, served: Served) -> Generation:
-        """Decode, validate, render and tokenize.
+        """Decode, validate, render and tokenize; the request's id is in the scope's state.
 
         Raises:
             ClientError: The request is at fault.
@@ -108,8 +116,11 @@ class _Exchange:
         a send that no cancellation reaches, and then whatever of the writer can be cancelled.
         """
         runtime = self.app.runtime
+        # One id from here on: in the record and the answer, whether it is refused or not.
+        state = self.scope["state"]
+        state["request_id"] = f"{self.app.endpoint.id_prefix}{state['request_id']}"
         try:
-            with runtime.arrive(RequestId(self.scope["state"]["request_id"])) as arrival:
+            with runtime.arrive(RequestId(state["request_id"])) as arrival:
                 body = await _in_time(arrival, self._read_body)
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._watch, nursery.cancel_scope)
@@ -150,27 +161,34 @@ class _Exchange:
         served = self.app.runtime.served
         prepare = partial(self.app.endpoint.prepare, body, self.scope, served)
         generation = await _in_time(arrival, prepare)
+        patience = patience_s(self.scope)
+        # Who streams hears from us while it waits, so only its place in the queue is at stake.
+        # Who does not is gone when its patience is at an end.
+        total_s = generation.timeout_s if generation.stream else min(generation.timeout_s, patience)
         self.handle = handle = arrival.admit(
-            generation.requests, generation.text, timeout_s=generation.timeout_s
+            generation.requests, generation.text, timeout_s=total_s, queue_timeout_s=patience
         )
         try:
             if not generation.stream:
                 await write_body(handle, generation.answer, self.scope, self.receive, self._send)
                 return
-            keepalive_s = generation.keepalive_s
-            if keepalive_s is None:
-                keepalive_s = options.keepalive_s
             prompt_tokens = sum(len(request.prompt_ids) for request in generation.requests)
             await write_event_stream(
                 handle,
                 ChunkEncoder(generation.answer, Usage(prompt_tokens)),
                 self._send,
-                commit_after_s=options.commit_after_s,
-                keepalive_s=keepalive_s or math.inf,
+                commit_after_s=min(options.commit_after_s, patience / 2),
+                keepalive_s=self._keepalive_s(generation, patience),
             )
         finally:
             # However the reader leaves: a request without a reader ends. No-op after an end.
             handle.cancel(CancelCause.DISCONNECT)
+
+    def _keepalive_s(self, generation: Generation, patience: float) -> float:
+        asked = generation.keepalive_s
+        seconds = self.app.options.keepalive_s if asked is None else asked
+        # "Never" is the word of who knows the way to this client better than its SDK does.
+        return min(seconds, max(patience / 2, LEAST_KEEPALIVE_S)) or math.inf
 
     async def _send_error(self, error: TrioletError) -> None:
         if error.code == CancelCause.SHUTDOWN:

@@ -32,6 +32,8 @@ class Policy:
     default_seed: int | None
     max_n: int
     max_logprobs: int
+    #: Whether the engine heeds `priority`.
+    priorities: bool = False
 
 
 @attrs.frozen
@@ -59,6 +61,11 @@ def check_policy(request: ChatRequest | CompletionRequest, policy: Policy) -> No
             raise _over(param, count, policy.max_logprobs, "--max-logprobs")
     if request.n > policy.max_n:
         raise _over("n", request.n, policy.max_n, "--max-n")
+    if request.priority and not policy.priorities:
+        raise InvalidRequestError(
+            "`priority` must be 0, unless the server runs with --scheduling-policy priority.",
+            param="priority",
+        )
 
 
 def _over(param: str, value: int, limit: int, flag: str) -> InvalidRequestError:

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from triolet.core import EngineRequest, RequestId
 from triolet.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from triolet.output.logprobs import Spelling
-from triolet.runtime.lifecycle import Served, TextOptions
+from triolet.runtime.served import Served, TextOptions
 from triolet.server.answer import ShownPrompt, Wanted
 from triolet.server.sampling import EncodedWords, sampling_params
 from triolet.wire.completions import CompletionRequest
@@ -42,6 +42,10 @@ MAX_PROMPT_SCORES = 2**16
 #: Logprobs that a response may have that is not streamed, and so is held until its end.
 MAX_BODY_SCORES = 2**18
 TIMEOUT_HEADER = "X-Request-Timeout"
+#: How the OpenAI SDK for Python says for how many seconds of silence it waits.
+PATIENCE_HEADER = "x-stainless-read-timeout"
+#: More than this is no patience but a mistake, in milliseconds for example.
+MAX_PATIENCE_S = 1e6
 
 
 @attrs.frozen
@@ -154,7 +158,7 @@ def words_size(fields: GenerationFields) -> int:
 
 
 def engine_requests(
-    request_id: str,
+    scope: Scope,
     prompts: Sequence[Prompt],
     fields: ChatRequest | CompletionRequest,
     served: Served,
@@ -166,7 +170,7 @@ def engine_requests(
     """What the engine gets of a request: one of its own for each prompt.
 
     Args:
-        request_id: Unique over the life of the server.
+        scope: Its state has the id, unique over the life of the server, and whose request it is.
         prompts: At least one.
         fields: The validated body.
         served: The model.
@@ -179,6 +183,7 @@ def engine_requests(
             contradict each other.
         ContextLengthError: Prompt and output do not fit into the model's context.
     """
+    request_id, tenant = scope["state"]["request_id"], scope["state"].get("tenant", "")
     seed = default_seed if fields.seed is None else fields.seed
     prompt_logprobs = _prompt_logprobs(fields, prompts)
     room = [_max_tokens(prompt, limit, served.info) for prompt in prompts]
@@ -203,6 +208,8 @@ def engine_requests(
                 seed=secrets.randbits(64) if seed is None else seed,
             ),
             n=fields.n,
+            priority=fields.priority,
+            tenant=tenant,
         )
         for number, (prompt, max_tokens) in enumerate(zip(prompts, room, strict=True))
     ]
@@ -330,3 +337,16 @@ def timeout_s(fields: GenerationFields, scope: Scope, max_timeout_s: float) -> f
             )
         wanted.append(seconds)
     return min(wanted)
+
+
+def patience_s(scope: Scope) -> float:
+    """Seconds of silence after which the client gives up, as far as its SDK says so.
+
+    It is a header of the SDK's own, which no user writes: what makes no sense says nothing.
+    """
+    header = Headers(scope=scope).get(PATIENCE_HEADER, "")
+    try:
+        seconds = float(header)
+    except ValueError:
+        return math.inf
+    return seconds if 0 < seconds <= MAX_PATIENCE_S else math.inf

@@ -11,8 +11,8 @@ Rules:
    flight is never touched, for the reader may have written it already.
 3. So what is pending is bounded in number: per prompt its scores, per choice one delta and its
    finish, and the end.
-   It is bounded in bytes by :mod:`triolet.stream.policy`, which pauses the engine at the
-   bound; what is appended above it is what was under way before the pause took effect. The
+   It is bounded in bytes and in tokens by :mod:`triolet.stream.policy`, which pauses the engine
+   at the bound; what is appended above it is what was under way before the pause took effect. The
    scores of a prompt come at once and are never split: admission has to bound them.
 4. In flight still counts as undelivered: a reader stuck in a write has delivered nothing.
 5. ``Completed`` or ``Failed`` ends the log. What is appended after it is dropped: the first
@@ -60,6 +60,7 @@ class _Entry:
     seq: int
     event: OutputEvent
     cost_bytes: int
+    tokens: int
     joined_text: bytearray = attrs.field(factory=bytearray)
     joined_ids: array[int] = attrs.field(factory=lambda: array("q"))
     joined_logprobs: list[TokenLogprobs] = attrs.field(factory=list)
@@ -85,12 +86,14 @@ class StreamLog:
     ended: bool = attrs.field(init=False, default=False)
     #: Cost of what is pending or in flight, by the model above.
     undelivered_bytes: int = attrs.field(init=False, default=0)
+    #: Output tokens that are pending or in flight.
+    undelivered_tokens: int = attrs.field(init=False, default=0)
     #: The most that ``undelivered_bytes`` has been.
     peak_bytes: int = attrs.field(init=False, default=0)
     _last_seq: int = attrs.field(init=False, default=0)
     _pending: deque[_Entry] = attrs.field(init=False, factory=deque)
-    #: Number and cost; keeping the event here as well is what resuming would add.
-    _in_flight: deque[tuple[int, int]] = attrs.field(init=False, factory=deque)
+    #: Number, cost and tokens; keeping the event here as well is what resuming would add.
+    _in_flight: deque[tuple[int, int, int]] = attrs.field(init=False, factory=deque)
     #: Per choice, the pending delta that a further one joins.
     _open: dict[int, _Entry] = attrs.field(init=False, factory=dict)
 
@@ -117,22 +120,25 @@ class StreamLog:
         )
         entry = self._open.get(delta.choice)
         if entry is None:
-            self._open[delta.choice] = self._number(delta, EVENT_COST_BYTES + cost_bytes)
+            cost_bytes += EVENT_COST_BYTES
+            self._open[delta.choice] = self._number(delta, cost_bytes, len(delta.token_ids))
             return
         entry.joined_text += text
         entry.joined_ids.extend(delta.token_ids)
         entry.joined_logprobs.extend(delta.logprobs)
         entry.cost_bytes += cost_bytes
-        self._count(cost_bytes)
+        entry.tokens += len(delta.token_ids)
+        self._count(cost_bytes, len(delta.token_ids))
 
-    def _number(self, event: OutputEvent, cost_bytes: int) -> _Entry:
+    def _number(self, event: OutputEvent, cost_bytes: int, tokens: int = 0) -> _Entry:
         self._last_seq += 1
-        entry = _Entry(self._last_seq, event, cost_bytes)
+        entry = _Entry(self._last_seq, event, cost_bytes, tokens)
         self._pending.append(entry)
-        self._count(cost_bytes)
+        self._count(cost_bytes, tokens)
         return entry
 
-    def _count(self, cost_bytes: int) -> None:
+    def _count(self, cost_bytes: int, tokens: int) -> None:
+        self.undelivered_tokens += tokens
         self.undelivered_bytes += cost_bytes
         self.peak_bytes = max(self.peak_bytes, self.undelivered_bytes)
 
@@ -154,12 +160,13 @@ class StreamLog:
             event = entry.whole()
             if isinstance(event, TextDelta):
                 self._open.pop(event.choice, None)
-            self._in_flight.append((entry.seq, entry.cost_bytes))
+            self._in_flight.append((entry.seq, entry.cost_bytes, entry.tokens))
             taken.append((entry.seq, event))
         return taken
 
     def delivered(self, seq: int) -> None:
         """The socket accepted all events up to this number. Idempotent."""
         while self._in_flight and self._in_flight[0][0] <= seq:
-            _, cost_bytes = self._in_flight.popleft()
+            _, cost_bytes, tokens = self._in_flight.popleft()
             self.undelivered_bytes -= cost_bytes
+            self.undelivered_tokens -= tokens

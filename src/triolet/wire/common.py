@@ -82,6 +82,9 @@ Metadata = Annotated[Mapping[str, str], ReadBy(_read_metadata)]
 #: Seconds; the server's own limit applies where it is lower.
 Seconds = Annotated[float, Within(0, low_open=True)]
 
+#: As vLLM has it: lower goes first. 32 bits are what its clients can send.
+Priority = Annotated[int, Within(-(2**31), 2**31 - 1)]
+
 #: Seconds; 0 is off.
 Keepalive = Annotated[float, ReadBy(_read_keepalive)]
 
@@ -118,7 +121,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = MappingProxyType({
     "prompt_embeds": (),
     "kv_transfer_params": (),
     "cache_salt": (),
-    "priority": (0,),
     "store": (False,),
     "moderation": (),
 })
@@ -178,6 +180,7 @@ class GenerationFields:
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     timeout: Seconds | None = None
+    priority: Priority = 0
     user: Label | None = None
 
     def __attrs_post_init__(self) -> None:
