@@ -17,7 +17,20 @@ import attrs
 from triolet import errors
 from triolet.core import EngineStatistics
 from triolet.observe.metrics import Metrics, ServerState
-from triolet.testing import asgi, engine
+from triolet.testing import (
+    asgi,
+    checkpoints,
+    counting,
+    engine,
+    faults,
+    pipe,
+    schedule,
+    settled,
+    storm,
+    streams,
+    wire,
+    wire_client,
+)
 from triolet.wire import common, sampling
 from triolet.wire.chat import (
     MAX_MESSAGES,
@@ -67,7 +80,8 @@ ERROR_HEADERS = """
 
 `Retry-After`
 : With `queue_full`, `not_ready` and `draining`: seconds after which another try makes sense.
-  For a full queue it follows the rate at which requests have ended lately.
+  For a full queue it follows the rate at which requests have ended lately or, where their
+  tokens are too many, at which the engine has begun with prompt tokens.
 
 `x-should-retry: false`
 : With `timeout`: a deadline that passed once would pass again.
@@ -130,6 +144,7 @@ MEANINGS = {
     "include_stop_str_in_output": "Leave what ended the text in it.",
     "skip_special_tokens": "Leave special tokens out of the text.",
     "timeout": "Seconds in all; the server's `--request-timeout` where that is less.",
+    "priority": "Lower goes first. Other than 0 only with `--scheduling-policy priority`.",
     "messages": "The conversation; see below.",
     "logprobs": "How likely each output token was; see below.",
     "top_logprobs": "With each, so many of the likeliest ones. Only with `logprobs`.",
@@ -161,6 +176,7 @@ WITHOUT_EFFECT = {
 }
 #: Limits of fields with a reader of their own, which no annotation tells.
 LIMITS = {
+    "priority": "32 bits, signed",
     "keepalive": "0, or at least 1",
     "n": "1 to `--max-n`",
     "best_of": "the value of `n`",
@@ -239,6 +255,7 @@ METRICS = """\
 
 `GET /metrics` answers in Prometheus' text format.
 Counters and histograms of requests are written once per request, when it ends, whatever ended it.
+A request that was refused counts too, on whatever route, also for a wrong path, method or key.
 What the engine holds is read at the scrape, from one snapshot.
 
 """
@@ -248,12 +265,12 @@ OUTCOMES = """
 | `outcome` | Meaning |
 | --- | --- |
 | `finished` | All text was generated. |
-| `rejected` | Refused before it was admitted: bad input, no key, full queue, not ready. |
+| `rejected` | Refused with an error: bad input, no key, no such path, full queue, not ready. |
 | `cancelled:disconnect` | The client left. |
-| `cancelled:timeout` | The request's deadline passed. |
+| `cancelled:timeout` | The request's deadline passed, or its time in the queue. |
 | `cancelled:slow_client` | The client took no byte for `--send-timeout` seconds. |
 | `cancelled:shutdown` | A drain ran out of time, or was hurried by a second signal. |
-| `cancelled:client_cancel` | Kept for cancelling by another request; nothing sets it yet. |
+| `cancelled:client_cancel` | The client asked for it, at `/v1/requests/{id}/cancel`. |
 | `failed` | The engine or the output path failed. |
 
 """
@@ -263,13 +280,37 @@ TESTING = """\
 
 The tools that our own tests use.
 They need neither torch nor sockets.
-`AsgiClient` works with any ASGI app, `open_server` starts Triolet's own.
-[How to use them](../how-to/test-a-streaming-app.md).
+Those for apps, streams and checkpoints know nothing of Triolet: `AsgiClient` and `open_wire` take
+any ASGI app, `FaultyStream` any Trio stream, `for_every_checkpoint` any Trio program.
+`open_server` and `open_wire_server` start Triolet's own.
+
+How to use them: [test an app that streams](../how-to/test-a-streaming-app.md),
+[write a fault test](../how-to/write-a-fault-test.md).
 
 """
 PUBLIC = {
     asgi: ("open_server", "AsgiServer", "AsgiClient", "AsgiExchange", "AsgiResponse"),
     engine: ("ScriptedBackend", "serve_script", "say", "echo", "Script"),
+    faults: (
+        *("SlowStep", "FailedStep", "Crash", "NeverReturns", "LateOutput"),
+        *("OutOfBlocks", "FailedRequest", "WrongId"),
+    ),
+    wire: ("open_wire", "open_wire_server", "WireServer", "TrioletWire"),
+    wire_client: ("WireClient", "http_request"),
+    streams: (
+        "FaultyStream",
+        *("Delay", "Stall", "Dribble", "Reset", "HalfClose", "Cut"),
+        *("fault_to_json", "fault_from_json", "reset_stream"),
+    ),
+    pipe: ("open_pipe", "PipeStream"),
+    checkpoints: (
+        *("for_every_checkpoint", "at_checkpoint", "count_checkpoints", "Checkpoints"),
+        *("Checkpoint", "below", "run_seeded", "seeded_scheduling", "CheckpointNotReachedError"),
+    ),
+    settled: ("Witness",),
+    counting: ("CountingBackend",),
+    schedule: ("Schedule", "Stage", "Ask", "Pause", "Drain", "shrink"),
+    storm: ("play", "find", "Play"),
 }
 
 
@@ -381,7 +422,12 @@ def metrics_page() -> str:
     metrics = Metrics(lambda: ServerState(EngineStatistics(), live_requests=0, ready=True))
     rows = ["| Name | Type | Labels | Meaning |", "| --- | --- | --- | --- |"]
     metrics.ended(
-        outcome="finished", prompt_tokens=1, output_tokens=1, duration_s=1, first_token_s=1
+        outcome="finished",
+        prompt_tokens=1,
+        output_tokens=1,
+        duration_s=1,
+        first_token_s=1,
+        queue_s=1,
     )
     for family in metrics.registry.collect():
         name = family.name + ("_total" if family.type == "counter" else "")
@@ -406,15 +452,23 @@ def _described(name: str, thing: Callable[..., object]) -> Iterator[str]:
     if not isinstance(thing, type):
         yield f"```python\n{_signature(name, thing)}\n```\n"
     yield _markdown(inspect.getdoc(thing) or "") + "\n"
-    if not isinstance(thing, type) or not attrs.has(thing):
+    if not isinstance(thing, type):
         return
-    fields = [f for f in attrs.fields(thing) if f.init and not f.name.startswith("_")]
-    if fields:
-        yield "\n".join(f"- `{f.name}: {f.type}{_default(f.default)}`" for f in fields) + "\n"
-    for method, function in vars(thing).items():
+    fields = attrs.fields(thing) if attrs.has(thing) else ()
+    shown = [f for f in fields if f.init and not f.name.startswith("_")]
+    lines = [f"- `{f.name}: {f.type}{_default(f.default)}`" for f in shown]
+    lines += [
+        f"- `{name}: {inspect.signature(found.fget).return_annotation}`"
+        for name, found in vars(thing).items()
+        if isinstance(found, property) and found.fget and name[0] != "_"
+    ]
+    if lines:
+        yield "\n".join(lines) + "\n"
+    for method, found in vars(thing).items():
+        function = inspect.unwrap(found) if callable(found) else found
         first, *_ = (inspect.getdoc(function) or "").split("\n\n")
         if inspect.isfunction(function) and method[0] != "_" and not first.startswith("See "):
-            yield f"```python\n{_signature(method, function)}\n```\n\n{_markdown(first)}\n"
+            yield f"```python\n{_signature(method, found)}\n```\n\n{_markdown(first)}\n"
 
 
 def _default(default: object) -> str:
@@ -432,6 +486,8 @@ def _signature(name: str, thing: Callable[..., object]) -> str:
     text = text.replace("(self, ", "(").replace("(self)", "()")
     if inspect.isasyncgenfunction(inspect.unwrap(thing)):
         text = text.replace("-> AsyncIterator[", "-> AbstractAsyncContextManager[")
+    elif inspect.isgeneratorfunction(inspect.unwrap(thing)):
+        text = text.replace("-> Iterator[", "-> AbstractContextManager[")
     return f"{'async ' if inspect.iscoroutinefunction(thing) else ''}def {name}{text}"
 
 

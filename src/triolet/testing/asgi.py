@@ -16,7 +16,7 @@ import trio
 from starlette.types import ASGIApp, Message, Scope
 
 from triolet.config import Config
-from triolet.runtime.lifecycle import Phase, Runtime, Served
+from triolet.runtime.lifecycle import Phase, Runtime, Served, runtime_from
 from triolet.server.app import create_app
 from triolet.testing.engine import serve_script
 
@@ -41,14 +41,24 @@ class AsgiExchange:
     """One HTTP request in flight."""
 
     _messages: trio.MemoryReceiveChannel[Message]
-    _gone: trio.Event = attrs.field(factory=trio.Event, init=False)
+    #: What the app has not received of the request's body.
+    _parts: list[Message]
+    _gone: bool = attrs.field(default=False, init=False)
+    #: Set when there is something to receive.
+    _news: trio.Event = attrs.field(factory=trio.Event, init=False)
     _status: int = attrs.field(default=0, init=False)
     _headers: dict[str, str] = attrs.field(factory=dict, init=False)
 
     def disconnect(self) -> None:
         """Leave: from now on the app's ``receive`` says so and its ``send`` goes nowhere."""
-        self._gone.set()
+        self._gone = True
+        self._news.set()
         self._messages.close()
+
+    def upload(self, body: bytes, *, more_body: bool = False) -> None:
+        """Send a further part of the body of a request that was started with ``more_body``."""
+        self._parts.append({"type": "http.request", "body": body, "more_body": more_body})
+        self._news.set()
 
     async def next_message(self) -> Message:
         """The next message that the app sends.
@@ -82,6 +92,17 @@ class AsgiExchange:
                 body += message.get("body", b"")
                 complete = not message.get("more_body", False)
 
+    async def _receive(self) -> Message:
+        """What the app's ``receive`` says: the parts of the body in order, then that we left."""
+        await trio.lowlevel.checkpoint()
+        while not self._parts:
+            if self._gone:
+                return {"type": "http.disconnect"}
+            if self._news.is_set():
+                self._news = trio.Event()
+            await self._news.wait()
+        return self._parts.pop(0)
+
 
 @attrs.frozen(eq=False)
 class AsgiClient:
@@ -102,16 +123,16 @@ class AsgiClient:
     ) -> AsgiExchange:
         """Send a request; the app begins to work on it at once.
 
-        With ``more_body`` the rest of the body never comes.
+        With ``more_body`` the rest of the body comes by :meth:`AsgiExchange.upload`, or never.
         """
         if body is None:
             body = b"" if json_body is None else json.dumps(json_body).encode()
         # No slack: what the app has sent and the test has not read does not exist.
         send, receive = trio.open_memory_channel[Message](0)
-        exchange = AsgiExchange(receive)
+        exchange = AsgiExchange(receive, [])
+        exchange.upload(body, more_body=more_body)
         scope = _scope(method, path, {"content-type": "application/json", **(headers or {})})
-        first = {"type": "http.request", "body": body, "more_body": more_body}
-        self.nursery.start_soon(self._run, scope, first, send, exchange)
+        self.nursery.start_soon(self._run, scope, send, exchange)
         return exchange
 
     async def request(
@@ -123,25 +144,21 @@ class AsgiClient:
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> AsgiResponse:
-        """Send a request and read the response to its end."""
+        """Send a request and read the response to its end; leave where that is cut short."""
         exchange = self.start(method, path, json_body=json_body, body=body, headers=headers)
-        return await exchange.read()
+        try:
+            return await exchange.read()
+        finally:
+            exchange.disconnect()
 
     async def _run(
         self,
         scope: Scope,
-        first: Message,
         channel: trio.MemorySendChannel[Message],
         exchange: AsgiExchange,
     ) -> None:
-        pending = [first]
-
         async def receive() -> Message:
-            if pending:
-                await trio.lowlevel.checkpoint()
-                return pending.pop()
-            await exchange._gone.wait()  # noqa: SLF001 - the two are one thing
-            return {"type": "http.disconnect"}
+            return await exchange._receive()  # noqa: SLF001 - the two are one thing
 
         async def send(message: Message) -> None:
             try:
@@ -176,13 +193,7 @@ async def open_server(
         await trio.lowlevel.checkpoint()
         return served
 
-    runtime = Runtime(
-        load,
-        max_live_requests=config.max_num_seqs + config.max_num_queued_reqs,
-        max_undelivered_bytes=config.max_stream_buffer,
-        max_request_timeout_s=config.request_timeout,
-        drain_timeout_s=config.drain_timeout,
-    )
+    runtime = runtime_from(load, config)
     app = create_app(runtime, config)
     async with trio.open_nursery() as nursery:
         await nursery.start(runtime.run)
