@@ -134,6 +134,31 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
+def soak(session: nox.Session) -> None:
+    """Storms of other seeds than the tests' for so many minutes, 10 if none are given.
+
+    Then every checkpoint instead of some, and ten thousand clients instead of a thousand.
+    """
+    install(session, "tests", engine=False)
+    minutes, *options = session.posargs or ("10",)
+    session.run("python", "-m", "triolet.testing.storm", "--minutes", minutes, *options)
+    thorough = {"TRIOLET_EVERY_CHECKPOINT": "1", "TRIOLET_CHURN": "10000"}
+    session.run(
+        "pytest",
+        "tests/faults/test_every_checkpoint.py",
+        "tests/live/test_disconnects.py",
+        env=thorough,
+    )
+
+
+@nox.session
+def mutation(session: nox.Session) -> None:
+    """Plant bugs, one at a time, and see that the tests catch each; arguments name some."""
+    install(session, "tests", engine=False)
+    session.run("python", "tests/mutation/run.py", *session.posargs)
+
+
+@nox.session
 def interop(session: nox.Session) -> None:
     """The OpenAI SDK for Node, unmodified, against our server; needs node and npm."""
     install(session, "tests", engine=False)
