@@ -2,7 +2,7 @@
 
 Run ``python examples/03_virtual_time.py``.
 
-You will see the headers after 10 s, a keep-alive comment every 15 s, then one token a minute,
+You will see the headers after 10 s, a keep-alive comment every 15 s, then one token in 50 s,
 all in the time of Trio's mock clock, and how little time really passed. The jumping clock moves
 whenever every task waits, so nothing here sleeps.
 """
@@ -28,7 +28,7 @@ REQUEST = {
 
 async def main() -> None:
     """Read one very slow stream, message by message."""
-    model = serve_script(ScriptedBackend(say("Trio"), step_s=60))
+    model = serve_script(ScriptedBackend(say("Trio"), step_s=50))
     started = trio.current_time()
     async with open_server(model) as server:
         exchange = server.client.start("POST", "/v1/chat/completions", json_body=REQUEST)

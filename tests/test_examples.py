@@ -22,7 +22,7 @@ PROMISES = {
         "slow ended: done, 20 events",
         "cut ended: truncated, 5 events",
     ],
-    "03_virtual_time": ["10 s  status 200", "25 s  : keep-alive", "300 s  data: [DONE]"],
+    "03_virtual_time": ["10 s  status 200", "25 s  : keep-alive", "250 s  data: [DONE]"],
     "04_disconnect_frees": [
         "before:",
         "triolet_requests_live 0.0",
