@@ -456,7 +456,7 @@ def _described(name: str, thing: Callable[..., object]) -> Iterator[str]:
         return
     fields = attrs.fields(thing) if attrs.has(thing) else ()
     shown = [f for f in fields if f.init and not f.name.startswith("_")]
-    lines = [f"- `{f.name}: {f.type}{_default(f.default)}`" for f in shown]
+    lines = [f"- `{f.name}: {_type(f.type)}{_default(f.default)}`" for f in shown]
     lines += [
         f"- `{name}: {inspect.signature(found.fget).return_annotation}`"
         for name, found in vars(thing).items()
@@ -469,6 +469,11 @@ def _described(name: str, thing: Callable[..., object]) -> Iterator[str]:
         first, *_ = (inspect.getdoc(function) or "").split("\n\n")
         if inspect.isfunction(function) and method[0] != "_" and not first.startswith("See "):
             yield f"```python\n{_signature(method, found)}\n```\n\n{_markdown(first)}\n"
+
+
+def _type(annotation: object) -> str:
+    # Whoever has structured such a class has had its annotations turned into types.
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
 
 
 def _default(default: object) -> str:

@@ -10,6 +10,7 @@ slower, so the limits are four times as long there.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -41,6 +42,15 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+@pytest.fixture(scope="module")
+def frozen_heap():
+    """What other modules have left is no garbage of this one: collections leave it out."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,6 +14,11 @@ from triolet.testing.engine import ScriptedBackend, serve_script
 from triolet.testing.settled import Witness
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _cheap_witness(frozen_heap):
+    """A witness looks through the heap after every play."""
+
+
 @attrs.frozen(eq=False)
 class Watched:
     """A server without sockets, and who has watched it from its start."""

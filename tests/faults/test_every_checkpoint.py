@@ -17,7 +17,6 @@ takes every one, in three orders of tasks; that takes some minutes.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import zlib
@@ -421,15 +420,6 @@ def numbers_of(total, name):
         return range(1, total + 1)
     stride = -(-total // RUNS)
     return range(1 + zlib.crc32(name.encode()) % stride, total + 1, stride)
-
-
-@pytest.fixture(autouse=True)
-def cheap_collections():
-    """What exists already is no garbage of a run: leave it out of every collection."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def sweep(scenario, name):

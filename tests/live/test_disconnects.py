@@ -129,8 +129,9 @@ def assert_all_is_back(server, model, count, *, most_chunks, max_tokens):
     }
     asked = sum(visit.chunks is not None for visit in found)
     assert ended["failed"] == ended["rejected"] == 0
-    # A reset can overtake the request it follows: then the server never heard of that one.
-    assert asked * 2 / 3 <= ended["finished"] + ended["cancelled:disconnect"] <= asked
+    # A reset can overtake the request it follows: then the server never heard of that one. And
+    # who leaves in the middle of a body has been heard.
+    assert asked * 2 / 3 <= ended["finished"] + ended["cancelled:disconnect"] <= count
     assert ended["cancelled:disconnect"] > asked / 3
     assert server.ask("POST", "/v1/completions", body).status == 200
 

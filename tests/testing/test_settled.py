@@ -14,6 +14,8 @@ from triolet.testing.engine import ScriptedBackend, say, serve_script
 from triolet.testing.faults import Crash, FailedStep
 from triolet.testing.settled import Witness
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 BODY = {"model": "scripted", "prompt": "hi", "stream": True, "max_tokens": 50}
 REQUEST = EngineRequest(RequestId("a"), (1, 2), SamplingParams(max_tokens=9), n=2)
 
