@@ -455,8 +455,14 @@ def _described(name: str, thing: Callable[..., object]) -> Iterator[str]:
     if not isinstance(thing, type):
         return
     fields = attrs.fields(thing) if attrs.has(thing) else ()
+    # As written: who structures such a class has the annotations in its fields resolved.
+    written = {
+        name: annotation
+        for base in reversed(thing.__mro__)
+        for name, annotation in inspect.get_annotations(base).items()
+    }
     shown = [f for f in fields if f.init and not f.name.startswith("_")]
-    lines = [f"- `{f.name}: {_type(f.type)}{_default(f.default)}`" for f in shown]
+    lines = [f"- `{f.name}: {written[f.name]}{_default(f.default)}`" for f in shown]
     lines += [
         f"- `{name}: {inspect.signature(found.fget).return_annotation}`"
         for name, found in vars(thing).items()
@@ -469,11 +475,6 @@ def _described(name: str, thing: Callable[..., object]) -> Iterator[str]:
         first, *_ = (inspect.getdoc(function) or "").split("\n\n")
         if inspect.isfunction(function) and method[0] != "_" and not first.startswith("See "):
             yield f"```python\n{_signature(method, found)}\n```\n\n{_markdown(first)}\n"
-
-
-def _type(annotation: object) -> str:
-    # Whoever has structured such a class has had its annotations turned into types.
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
 
 
 def _default(default: object) -> str:
