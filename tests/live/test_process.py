@@ -12,6 +12,7 @@ from contextlib import suppress
 import pytest
 from tests.live.processes import (
     LOAD_PATIENCE_S,
+    SCRIPTED,
     SERVE,
     connect,
     poll,
@@ -441,3 +442,36 @@ def test_a_signal_while_it_loads_ends_it_at_once_and_well(start_process, number)
     started = time.monotonic()
     assert server.wait_exit() == 0
     assert time.monotonic() - started < EXIT_S + BUSY_S
+
+
+EARLY_SIGNAL = """
+import signal
+from triolet.cli import serve
+from triolet.config import Config
+
+create_app = serve.create_app
+
+def create_and_signal(*args):
+    signal.raise_signal(signal.SIGTERM)  # nobody listens yet
+    return create_app(*args)
+
+serve.create_app = create_and_signal
+serve.run(Config(engine="scripted", port=0))
+"""
+
+
+def test_a_signal_before_anybody_listens_is_not_lost(start_process):
+    server = start_process(sys.executable, "-c", EARLY_SIGNAL)
+    assert server.wait_exit() == 0
+
+
+def test_nobody_has_to_read_the_greeting(start_process):
+    to_nobody = (
+        "import os, sys; reader, writer = os.pipe(); os.close(reader); os.dup2(writer, 1); "
+        "os.execv(sys.executable, sys.argv[1:])"
+    )
+    server = start_process(sys.executable, "-c", to_nobody, *SCRIPTED)
+    server.wait_listening()
+    server.wait_ready(LOAD_PATIENCE_S)
+    server.signal(signal.SIGTERM)
+    assert server.wait_exit() == 0

@@ -60,7 +60,7 @@ MUTANTS = (
         REQUEST,
         "        self._abort(self._output.prompts_to_abort)\n",
         "",
-        SCOPES,
+        STORMS,
     ),
     Mutant("abort-twice", REQUEST, ABORT, ABORT * 2, STORMS),
     Mutant(

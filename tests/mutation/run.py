@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from tests.mutation.mutants import MUTANTS, Mutant  # noqa: E402 - found by the line above
 
 #: A planted bug may hang the tests; none of these takes a tenth of this without one.
-TIMEOUT_S = 300.0
+TIMEOUT_S = 120.0
 #: Pytest's exit code for tests that ran and failed. Others are a broken set-up, and show nothing.
 TESTS_FAILED = 1
 

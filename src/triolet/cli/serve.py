@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from triolet.config import Config
+    from triolet.core import ModelInfo
     from triolet.runtime.lifecycle import Runtime
 
 logger = logging.getLogger(__name__)
@@ -48,10 +49,12 @@ def run(config: Config) -> NoReturn:
         level=config.log_level, log_format=config.log_format, requests=config.access_log
     )
     runtime = create_runtime(config)
+    early: list[int] = []
     for stop in STOP_SIGNALS:
-        # What Trio puts back when it is done: a stop signal more must not kill the exit.
-        signal.signal(stop, signal.SIG_IGN)
-    failure = trio.run(_run, config, runtime)
+        # Until Trio listens nobody must miss one; and this is what Trio puts back when it is
+        # done, when one more must not kill the exit.
+        signal.signal(stop, lambda number, _: early.append(number))
+    failure = trio.run(_run, config, runtime, early)
     if isinstance(failure, StartupError):
         raise failure
     if failure is not None:
@@ -73,11 +76,13 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-async def _run(config: Config, runtime: Runtime) -> Exception | None:
+async def _run(config: Config, runtime: Runtime, early: list[int]) -> Exception | None:
     app = create_app(runtime, config)
     supervisor = Supervisor.found(os.environ, drain_timeout_s=config.drain_timeout)
     failure: Exception | None = None
     with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
+        for _ in early:
+            runtime.drain()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_drain_on_signals, signals, runtime, supervisor)
             try:
@@ -121,7 +126,12 @@ async def _announce(runtime: Runtime, address: str) -> None:
     model = runtime.model
     if runtime.phase is not Phase.READY or model is None:
         return
-    click.echo(f"""
+    with suppress(OSError):  # nobody has to read it
+        click.echo(_greeting(model, address))
+
+
+def _greeting(model: ModelInfo, address: str) -> str:
+    return f"""
 Serving {model.names[0]} ({model.architecture}, {model.dtype}, {model.device}) on {address}
 
   curl -N {address}/v1/chat/completions -H 'Content-Type: application/json' -d '
@@ -138,7 +148,7 @@ Serving {model.names[0]} ({model.architecture}, {model.dtype}, {model.device}) o
   curl {address}/metrics
 
 Documentation: docs/tutorial/index.md, or `nox -s docs` for the whole book. Ctrl-C stops.
-""")
+"""
 
 
 def listen_options(config: Config) -> ListenOptions:

@@ -41,9 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a stop waits for the step in flight. With the second that connections get for
-#: their last bytes it stays below the two in which a drained server exits; by then the step
-#: computes for nobody.
+#: Seconds that a stop waits for the step in flight, which by then computes for nobody. With what
+#: connections get for their last bytes it stays below the two in which a drained server exits.
 LAST_STEP_S = 0.5
 #: Seconds between two looks at a thread that was left behind, which has no event to wait for.
 RETURN_POLL_S = 0.05

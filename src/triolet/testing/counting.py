@@ -15,6 +15,7 @@ import trio
 
 from triolet.core import EngineRequest, RequestId, StepResult
 from triolet.runtime.backend import Backend
+from triolet.runtime.lifecycle import Runtime
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 #: Results that the runtime may have taken and not read yet when another task of its own aborts:
 #: one that waits for its turn, and one of which a request that is on its way out heard nothing.
 _RESULTS_UNDER_WAY = 2
+#: The task that hands results to their requests, as Trio names it.
+_PUMP = f"{Runtime.__module__}.{Runtime._pump.__qualname__}"  # noqa: SLF001 - its name only
 
 
 @attrs.define(eq=False)
@@ -223,7 +226,7 @@ class CountingBackend:
 
 def _in_pump() -> bool:
     """Whether the caller is the task that hands results to their requests."""
-    return "pump" in trio.lowlevel.current_task().name
+    return trio.lowlevel.current_task().name == _PUMP
 
 
 @attrs.frozen(eq=False)

@@ -91,10 +91,13 @@ class Play:
     def report(self) -> str:
         """What was broken, and how to see it again."""
         seed, size = self.schedule.seed, len(self.schedule.asks)
+        again = f"--seed {seed} --size {size} --shrink"
+        if self.schedule != Schedule.from_seed(seed, size):
+            again = "--load FILE, of the schedule as --save writes it"
         return "\n".join((
             f"seed {seed} broke {len(self.broken)} rules:",
             *self.broken[:20],
-            f"again: python -m triolet.testing.storm --seed {seed} --size {size} --shrink",
+            f"again: python -m triolet.testing.storm {again}",
         ))
 
 
