@@ -11,7 +11,7 @@ from tests.engine.tiny_models import WINDOW, build, greedy
 from torch import nn
 
 from triolet.core import RequestId
-from triolet.engine import architecture, attention
+from triolet.engine import architecture, attention, scores
 from triolet.engine.architecture import check_architecture, check_logits
 from triolet.engine.attention import Step, attend
 from triolet.engine.kv import KvPool, KvShape
@@ -21,8 +21,8 @@ from triolet.errors import EngineError, UnsupportedModelError
 
 pytestmark = pytest.mark.torch
 
-HEADS, KV_HEADS, DIM = 4, 2, 8
-SHAPE = KvShape(num_layers=1, kv_heads=KV_HEADS, head_dim=DIM)
+HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 6
+SHAPE = KvShape(num_layers=1, kv_heads=KV_HEADS, head_dim=DIM, value_dim=VALUE_DIM)
 
 
 class Layer(nn.Module):
@@ -55,14 +55,20 @@ def chunk_of(name, start, length, blocks):
     )
 
 
-def dense(query, key, value, window, scaling):
+def dense(query, key, value, *, sliding_window, scaling, softcap, s_aux):
     """One sequence without pages: ``[length, heads, dim]`` in and out."""
     group = HEADS // KV_HEADS
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     distance = torch.arange(len(query))[:, None] - torch.arange(len(query))
-    hidden = (distance < 0) | (distance >= (window or len(query)))
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
+    hidden = (distance < 0) | (distance >= (sliding_window or len(query)))
+    weights = scores.masked_fill(hidden, -torch.inf).exp()
+    whole = weights.sum(-1, keepdim=True)
+    if s_aux is not None:
+        whole = whole + s_aux.exp()[:, None, None]
+    return torch.einsum("hqk,khd->qhd", weights / whole, value)
 
 
 def as_one_row(parts):
@@ -76,11 +82,23 @@ def sequences(draw):
     return draw(st.lists(pair, min_size=1, max_size=4))
 
 
+@st.composite
+def kinds(draw):
+    """What a model may ask of its attention."""
+    sinks = draw(st.none() | st.sampled_from([0.0, 2.0]))
+    return {
+        "sliding_window": draw(st.sampled_from([None, 1, 3, 8])),
+        "scaling": draw(st.sampled_from([0.3, DIM**-0.5])),
+        "softcap": draw(st.sampled_from([None, 0.7])),
+        "s_aux": None if sinks is None else torch.arange(HEADS) * 0.7 - sinks,
+    }
+
+
 @pytest.mark.slow
-@settings(max_examples=60)
-@given(sequences(), st.sampled_from([None, 1, 3, 8]), st.integers(1, 5), st.randoms())
-def test_paged_attention_is_dense_attention(sequences, window, size, dice):
-    """Whatever the lengths, the window, the page size and the pages' order.
+@settings(max_examples=100)
+@given(sequences(), kinds(), st.integers(1, 5), st.sampled_from([1, 600, 2**24]), st.randoms())
+def test_paged_attention_is_dense_attention(sequences, kind, size, score_bytes, dice):
+    """Whatever the lengths, the kind of attention, the page size and the pages' order.
 
     The pool is full of enormous numbers first: a token that sees a place it must not see is off
     by far.
@@ -93,7 +111,8 @@ def test_paged_attention_is_dense_attention(sequences, window, size, dice):
     for i, (past, new) in enumerate(sequences):
         total = past + new
         blocks = [free.pop() for _ in range(-(-total // size))]
-        query, key, value = (torch.randn(total, h, DIM) for h in (HEADS, KV_HEADS, KV_HEADS))
+        query, key = torch.randn(total, HEADS, DIM), torch.randn(total, KV_HEADS, DIM)
+        value = torch.randn(total, KV_HEADS, VALUE_DIM)
         for p in range(past):
             slot = blocks[p // size] * size + p % size
             pool.keys[0][slot], pool.values[0][slot] = key[p], value[p]
@@ -103,20 +122,21 @@ def test_paged_attention_is_dense_attention(sequences, window, size, dice):
     rows = [[tensor[past:] for tensor in (q, k, v)] for past, q, k, v in data]
     ordered = [rows[i] for i in step.order]
 
-    out, _ = attend(
-        Layer(),
-        *(as_one_row([row[j] for row in ordered]) for j in range(3)),
-        None,
-        scaling=0.3,
-        sliding_window=window,
-        triolet_step=step,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scores, "SCORE_BYTES", score_bytes)
+        out, _ = attend(
+            Layer(),
+            *(as_one_row([row[j] for row in ordered]) for j in range(3)),
+            None,
+            **kind,
+            triolet_step=step,
+        )
 
     parts = out[0].split([len(row[0]) for row in ordered])
     for i, part in zip(step.order, parts, strict=True):
         past, query, key, value = data[i]
         torch.testing.assert_close(
-            part, dense(query, key, value, window, 0.3)[past:], atol=1e-5, rtol=1e-4
+            part, dense(query, key, value, **kind)[past:], atol=1e-5, rtol=1e-4
         )
 
 
@@ -145,6 +165,7 @@ def test_what_a_step_reads_is_computed_once_per_window():
 
     assert step.views(4) is step.views(4)
     assert step.views(4) is not step.views(None)
+    assert step.views(None, causal_mask=True) is not step.views(None)
 
 
 def test_pages_that_left_the_window_are_not_read():
@@ -160,9 +181,10 @@ def call(**changes):
     step = changes.pop("step", Step([chunk_of("a", 0, 1, [0])], pool_of()))
     module = changes.pop("module", Layer())
     key = changes.pop("key", torch.ones(1, KV_HEADS, 1, DIM))
+    value = changes.pop("value", torch.ones(1, KV_HEADS, 1, VALUE_DIM))
     mask = changes.pop("mask", None)
     query = torch.ones(1, HEADS, 1, DIM)
-    return attend(module, query, key, key, mask, triolet_step=step, **changes)
+    return attend(module, query, key, value, mask, triolet_step=step, **changes)
 
 
 class Unnumbered(nn.Module):
@@ -176,15 +198,15 @@ class Encoder(Layer):
 def test_what_is_known_to_change_nothing_is_accepted():
     out, weights = call(position_ids=torch.zeros(1, 1), use_cache=False, softcap=None, s_aux=None)
 
-    assert out.shape == (1, 1, HEADS, DIM)
+    assert out.shape == (1, 1, HEADS, VALUE_DIM)
     assert weights is None
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"softcap": 50.0}, "softcap"),
-        ({"s_aux": torch.zeros(HEADS)}, "s_aux"),
+        ({"s_aux": torch.zeros(HEADS + 1)}, "only one for each of its 4 heads"),
+        ({"sinks": torch.zeros(HEADS)}, "sinks"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"surprise": False}, "surprise"),
         ({"mask": torch.zeros(1, 1, 1, 1)}, "mask"),
@@ -195,6 +217,7 @@ def test_what_is_known_to_change_nothing_is_accepted():
         ({"step": None}, "keyword"),
         ({"key": torch.ones(1, KV_HEADS, 1, DIM + 1)}, "promised"),
         ({"key": torch.ones(1, KV_HEADS, 1, DIM, dtype=torch.float16)}, "promised"),
+        ({"value": torch.ones(1, KV_HEADS, 1, DIM)}, "promised"),
     ],
 )
 def test_what_would_change_the_result_is_refused(changes, reason):
@@ -213,7 +236,13 @@ def test_a_layer_that_attends_twice_is_refused():
 # The check at load, on whole models.
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2", "mistral", "mistral-long"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "qwen3", "gemma3", "gpt2", "mistral", "mistral-long", "softcap", "sinks"),
+        *("latent", "dynamic-rope", "long-rope"),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.slow
 def test_the_families_we_name_pass(name, dtype):
@@ -226,12 +255,10 @@ def test_the_families_we_name_pass(name, dtype):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("softcap", "softcap"),
-        ("sinks", "s_aux"),
         ("chunked", "chunked_attention"),
         ("convolution", "conv"),
-        ("dynamic-rope", "dynamic rotary"),
-        ("long-rope", "longrope rotary"),
+        ("short", "context of less than 32"),
+        ("uneven", "one size in all layers"),
         ("bidirectional", "both directions"),
         ("encoder-decoder", "encoder-decoder"),
     ],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import attrs
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
@@ -16,6 +18,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
+    PreTrainedConfig,
     Qwen3Config,
     T5Config,
     T5ForConditionalGeneration,
@@ -55,6 +58,73 @@ LONG = {
 }
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 
+UNEVEN = {
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 32,
+    "num_kv_shared_layers": 0,
+    "global_head_dim": 16,
+}
+
+#: What the configurations of all families call the sizes that make a model small.
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "sliding_window": 9,
+    "query_pre_attn_scalar": 12,
+    "rotary_dim": 4,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    # Tied, random weights say the same token for ever.
+    "tie_word_embeddings": False,
+    # Feed-forward layers and experts.
+    "ffn_dim": 64,
+    "word_embed_proj_dim": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+}
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_key_value_heads": 4,
+}
+
+
+def tiny_config(model_type, **changes):
+    """A small configuration of any family; one that has windows has a layer without, too."""
+    kind = CONFIG_MAPPING[model_type]
+    fields = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
+    sizes = SIZES | (LATENT if "kv_lora_rank" in fields else {})
+    settings = {name: size for name, size in sizes.items() if name in fields}
+    if (
+        "layer_types" not in kind.attribute_map
+        and "layer_types" in fields
+        and "sliding_attention" in (kind().layer_types or ())
+    ):
+        settings["layer_types"] = ["sliding_attention", "full_attention"]
+    return kind(**settings | changes)
+
+
 CONFIGS = {
     "llama": lambda: LlamaConfig(**BASE),
     "qwen3": lambda: Qwen3Config(**BASE, head_dim=32),
@@ -78,24 +148,32 @@ CONFIGS = {
     "mistral": lambda: MistralConfig(**BASE, sliding_window=WINDOW),
     # The window of the models as published: longer than any test's prompt.
     "mistral-long": lambda: MistralConfig(**BASE, sliding_window=256),
-    # From here on: models that are refused.
     "softcap": lambda: Gemma2Config(**GEMMA),
     "sinks": lambda: GptOssConfig(
         **BASE, **MOE, head_dim=16, sliding_window=WINDOW, rope_parameters=PLAIN
     ),
+    "latent": lambda: tiny_config("deepseek_v3"),
+    "dynamic-rope": lambda: LlamaConfig(**BASE, rope_parameters=DYNAMIC),
+    "long-rope": lambda: LlamaConfig(**BASE, rope_parameters=LONG),
+    # From here on: models that are refused.
     "chunked": lambda: Llama4TextConfig(
         **BASE, intermediate_size_mlp=128, head_dim=16, attention_chunk_size=8
     ),
     "convolution": lambda: Lfm2Config(**BASE, full_attn_idxs=[1, 3]),
-    "dynamic-rope": lambda: LlamaConfig(**BASE, rope_parameters=DYNAMIC),
-    "long-rope": lambda: LlamaConfig(**BASE, rope_parameters=LONG),
+    "short": lambda: LlamaConfig(**BASE | {"max_position_embeddings": 31}),
+    "uneven": lambda: tiny_config("gemma4_text", **UNEVEN),
+    # Its mask knows no window, its cache does.
+    "forgetful": lambda: tiny_config("moshi"),
     "bidirectional": lambda: Gemma3TextConfig(**GEMMA, use_bidirectional_attention=True),
 }
 FAMILIES = ("llama", "qwen3", "gemma3", "gpt2", "mistral")
 
 
 def build(name, *, dtype=torch.float32):
-    """A model with random weights, the same each time, under transformers' own attention."""
+    """A model with random weights, the same each time, under transformers' own attention.
+
+    ``name`` is one of ``CONFIGS``, or a configuration.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(0)
         if name == "encoder-decoder":
@@ -105,7 +183,8 @@ def build(name, *, dtype=torch.float32):
                 )
             )
         else:
-            model = AutoModelForCausalLM.from_config(CONFIGS[name]())
+            config = name if isinstance(name, PreTrainedConfig) else CONFIGS[name]()
+            model = AutoModelForCausalLM.from_config(config)
     return model.to(dtype).eval()
 
 

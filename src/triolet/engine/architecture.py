@@ -3,20 +3,26 @@
 Two lines of defence. :func:`check_architecture` reads what a model says of itself and refuses,
 with a reason, what is known not to work. :func:`check_logits` believes nothing: it runs the
 loaded model through our attention in the ways an engine does (uneven chunks, mixed steps, decode
-beside a stranger, scattered pages) and compares every logit with the model's own eager attention.
+beside a stranger, scattered pages) and compares every logit with the model's own eager attention
+and cache.
 A model that fails either is not served: there is no warning and no approximation.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.nn.functional import linear
 
 from triolet.core import RequestId, SamplingParams
 from triolet.engine.attention import NAME, Step, compute_logits
 from triolet.engine.kv import KvPool, KvShape
+from triolet.engine.linear import PackedLinear
 from triolet.engine.plan import Chunk
 from triolet.errors import UnsupportedModelError
 
@@ -24,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 
@@ -45,7 +51,12 @@ _CHECK_PAGE: Final = 4
 _CHECK_TOKENS: Final = 32
 _CHECK_CHUNKS: Final = (18, 11, 1, 1, 1)
 _STRANGER_CHUNKS: Final = (13, 1, 1, 6, 1)
-_CHECK_SEED: Final = 1
+#: The last tokens of the model's own run read its own cache. The rest is longer than the window.
+_CHECK_CACHED: Final = 5
+#: Texts tried before a model is refused. A router that is torn between two experts may send a
+#: token to the other one for a rounding error, and of a large model's thousands of choices one
+#: can be that close; a mistake in attention shows in every text.
+_CHECK_SEEDS: Final = (1, 2, 3)
 
 
 def check_architecture(model: PreTrainedModel) -> None:
@@ -68,12 +79,6 @@ def _faults_of_class(model: PreTrainedModel) -> Iterator[str]:
         )
     if getattr(model, "_is_stateful", False):
         yield "keeps state other than keys and values"
-    for rope_type in sorted(_rope_types(model)):
-        if "dynamic" in rope_type or rope_type == "longrope":
-            yield (
-                f"uses {rope_type} rotary embeddings, which would make a request's result depend "
-                "on the longest one beside it"
-            )
 
 
 def _faults_of_config(model: PreTrainedModel) -> Iterator[str]:
@@ -88,18 +93,46 @@ def _faults_of_config(model: PreTrainedModel) -> Iterator[str]:
             yield f"attends in both directions ({flag})"
     if getattr(config, "is_causal", True) is False:
         yield "attends in both directions (is_causal is false)"
-    if getattr(config, "max_position_embeddings", _CHECK_TOKENS) < _CHECK_TOKENS:
+    if not _has_one_shape(model.config):
+        yield "does not have keys and values of one size in all layers"
+    longest = longest_context(model.config)
+    if longest is not None and longest < _CHECK_TOKENS:
         yield f"has a context of less than {_CHECK_TOKENS} tokens"
 
 
-def _rope_types(model: PreTrainedModel) -> set[str]:
-    """The kinds of rotary embedding that the model's modules say they compute."""
-    found: set[str] = set()
-    for module in model.modules():
-        rope_type: Any = getattr(module, "rope_type", None)
-        kinds = rope_type.values() if isinstance(rope_type, dict) else (rope_type,)
-        found.update(kind for kind in kinds if isinstance(kind, str))
-    return found
+def _has_one_shape(config: PretrainedConfig) -> bool:
+    try:
+        KvShape.of(config)
+    except (AttributeError, TypeError, RuntimeError):
+        # The last one is transformers' own, for a setting that its layers differ in.
+        return False
+    return True
+
+
+def longest_context(config: PretrainedConfig) -> int | None:
+    """How many positions, prompt and output together, a model computes as transformers does.
+
+    That is as many as it was made for, with one exception. A longrope model has two sets of
+    rotary frequencies and takes the second one for texts longer than its original context; keys
+    that are there already do not fit it, so transformers computes a text that grows past that
+    length anew. The step's tokens share one set here: beyond the original context a request's
+    result would depend on its neighbours. Dynamic rotary frequencies change only beyond
+    ``max_position_embeddings``, where no text gets.
+
+    Returns:
+        ``None`` where the configuration does not say.
+    """
+    text: Any = config.get_text_config(decoder=True)
+    stated: object = getattr(text, "max_position_embeddings", None)
+    if not isinstance(stated, int):
+        return None
+    longest: int = stated
+    ropes: Any = getattr(text, "rope_parameters", None) or {}
+    # One set of parameters for all layers, or one for each type of layer.
+    for rope in (ropes, *ropes.values()):
+        if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope":
+            longest = min(longest, rope.get("original_max_position_embeddings", longest))
+    return longest
 
 
 def check_logits(model: PreTrainedModel) -> None:
@@ -107,8 +140,9 @@ def check_logits(model: PreTrainedModel) -> None:
 
     Whether the attention is the same is decided in float32, whatever the model is in: half
     precision errs by so much in a trained model (18 % of the logits' deviation, measured on
-    SmolLM2 in bfloat16) that a mistake could hide in it. A model in half precision then runs in
-    its own dtype too, where it must come close.
+    SmolLM2 in bfloat16) that a mistake could hide in it. So does one that rounds activations to
+    few bits: its quantized layers make room for others that do not. A model of either kind then
+    runs as it is too, where it must come close.
 
     The model's attention implementation must be switchable; it is ours afterwards.
 
@@ -117,31 +151,34 @@ def check_logits(model: PreTrainedModel) -> None:
             model cannot be run at all.
     """
     name = type(model).__name__
+    error = rough = float("nan")
     try:
         # Not inference_mode: parameters are put aside and back in between.
         with torch.no_grad(), _short_window(model):
-            with _lifted(model):
-                error = float(_errors(model, torch.float32).max())
-            rough = 0.0
-            if model.dtype != torch.float32:
-                rough = float(_errors(model, model.dtype).median())
+            for seed in _CHECK_SEEDS:
+                with _lifted(model), _without_quantized_layers(model):
+                    error = float(_errors(model, torch.float32, seed).max())
+                rough = 0.0
+                if model.dtype != torch.float32 or _is_quantized(model):
+                    rough = float(_errors(model, model.dtype, seed).median())
+                # Not "error > tolerance": that would let NaN pass.
+                if error <= _TOLERANCE and rough <= _ROUGH_TOLERANCE:
+                    return
     except (RuntimeError, ValueError, TypeError, KeyError) as fault:
         raise UnsupportedModelError(
             f"{name} cannot be run under the engine's attention ({type(fault).__name__})."
         ) from fault
-    # Not "error > tolerance": that would let NaN pass.
-    if not (error <= _TOLERANCE and rough <= _ROUGH_TOLERANCE):
-        raise UnsupportedModelError(
-            f"{name} computes other logits under the engine's attention than under its own "
-            f"(relative error {error:.1e} in float32, {rough:.1e} in {model.dtype})."
-        )
+    raise UnsupportedModelError(
+        f"{name} computes other logits under the engine's attention than under its own "
+        f"(relative error {error:.1e} in float32, {rough:.1e} in {model.dtype})."
+    )
 
 
-def _errors(model: PreTrainedModel, dtype: torch.dtype) -> Tensor:
+def _errors(model: PreTrainedModel, dtype: torch.dtype, seed: int) -> Tensor:
     """Per position of both sequences: |ours - own| / |own - mean(own)|, as L2 norms."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     # A generator of its own: loading a model must not disturb anybody's random numbers.
-    dice = torch.Generator().manual_seed(_CHECK_SEED)
+    dice = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocabulary, (2, _CHECK_TOKENS), generator=dice).to(model.device)
     lengths = (sum(_CHECK_CHUNKS), sum(_STRANGER_CHUNKS))
     model.set_attn_implementation(NAME)
@@ -149,11 +186,24 @@ def _errors(model: PreTrainedModel, dtype: torch.dtype) -> Tensor:
     model.set_attn_implementation("eager")
     try:
         rows = [row[None, :length] for row, length in zip(ids, lengths, strict=True)]
-        own = torch.cat([model(input_ids=row, use_cache=False).logits[0] for row in rows]).double()
+        own = torch.cat([_own_logits(model, row) for row in rows]).double()
     finally:
         model.set_attn_implementation(NAME)
     error: Tensor = (ours - own).norm(dim=-1) / (own - own.mean(-1, keepdim=True)).norm(dim=-1)
     return error
+
+
+def _own_logits(model: PreTrainedModel, row: Tensor) -> Tensor:
+    """All logits of one sequence as transformers' ``generate`` gets them: with its own cache.
+
+    Not in one forward without a cache: where the two differ (a cache that forgets what the
+    layers' windows still see), it is ``generate`` that users know.
+    """
+    untyped: Any = model
+    prompt = untyped(input_ids=row[:, :-_CHECK_CACHED], use_cache=True)
+    rest = untyped(input_ids=row[:, -_CHECK_CACHED:], cache=prompt.cache, use_cache=True)
+    logits: Tensor = torch.cat([prompt.logits[0], rest.logits[0]])
+    return logits
 
 
 @contextlib.contextmanager
@@ -166,7 +216,8 @@ def _lifted(model: PreTrainedModel) -> Iterator[None]:
 
     def lift(module: torch.nn.Module, _args: object) -> None:
         for parameter in module.parameters(recurse=False):
-            if parameter.is_floating_point() and parameter.dtype != torch.float32:
+            # Numbers of 8 bits mean nothing without their scale.
+            if parameter.dtype in {torch.float16, torch.bfloat16}:
                 at_rest[parameter] = parameter.data
                 parameter.data = parameter.data.float()
 
@@ -184,6 +235,45 @@ def _lifted(model: PreTrainedModel) -> Iterator[None]:
         finally:
             for parameter, data in at_rest.items():
                 parameter.data = data
+
+
+def _is_quantized(model: PreTrainedModel) -> bool:
+    return bool(getattr(model, "is_quantized", False))
+
+
+@contextlib.contextmanager
+def _without_quantized_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Let every quantized linear layer multiply with a random float32 matrix instead.
+
+    Layers of one shape share one matrix: what is checked is attention, and any weights do.
+    """
+    dice = torch.Generator().manual_seed(0)
+    matrices: dict[Any, Tensor] = {}
+    with contextlib.ExitStack() as back:
+        for module in model.modules() if _is_quantized(model) else ():
+            untyped: Any = module
+            sizes = getattr(untyped, "out_features", None), getattr(untyped, "in_features", None)
+            if None in sizes or _is_plain_linear(module):
+                continue
+            shape: Any = sizes
+            if shape not in matrices:
+                matrix = torch.randn(shape, generator=dice) / untyped.in_features**0.5
+                matrices[shape] = matrix.to(model.device)
+            instance = vars(module)
+            if "forward" in instance:
+                back.callback(instance.__setitem__, "forward", instance["forward"])
+            else:
+                back.callback(instance.pop, "forward")
+            instance["forward"] = functools.partial(linear, weight=matrices[shape])
+        yield
+
+
+def _is_plain_linear(module: torch.nn.Module) -> bool:
+    # Quantization comes as a class, as a kind of tensor, or wrapped around the forward.
+    if isinstance(module, PackedLinear):
+        return True
+    plain = type(module) is torch.nn.Linear and type(module.weight) is torch.nn.Parameter
+    return plain and "forward" not in vars(module)
 
 
 def _paged_logits(model: PreTrainedModel, ids: list[list[int]], dtype: torch.dtype) -> list[Tensor]:
@@ -240,15 +330,17 @@ def _short_window(model: PreTrainedModel) -> Iterator[None]:
     """Shorten the model's sliding windows, so that a short prompt is longer than they are.
 
     Configuration and modules both: the masks read one, the layers the other. A model that keeps
-    its window anywhere else then fails the check, which is the safe way to be wrong.
+    its window anywhere else then fails the check, which is the safe way to be wrong. A window
+    that no text is longer than stays: some models have one that their layers do not know of.
     """
+    longest = longest_context(model.config) or math.inf
     holders: list[Any] = [model.config, model.config.get_text_config(decoder=True)]
     holders += model.modules()
     changed: list[tuple[Any, int]] = []
     try:
         for holder in holders:
             window = getattr(holder, "sliding_window", None)
-            if isinstance(window, int) and window > _CHECK_WINDOW:
+            if isinstance(window, int) and _CHECK_WINDOW < window < longest:
                 changed.append((holder, window))
                 holder.sliding_window = _CHECK_WINDOW
         yield

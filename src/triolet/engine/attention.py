@@ -7,8 +7,9 @@ looks our function up under :data:`NAME` and passes the forward's keyword argume
 it, so the :class:`Step` travels as one of them: nothing is global, and two engines share
 nothing.
 
-Rule 1. No mask function is registered under :data:`NAME`, so no mask arrives. Causality and
-sliding windows are ours; whatever else would change the result is refused, never ignored.
+Rule 1. No mask function is registered under :data:`NAME`, so no mask arrives. Causality, sliding
+windows, soft caps and sinks are ours; whatever else would change the result is refused, never
+ignored.
 Rule 2. Each layer first writes the step's keys and values into the pool, then reads. A token
 sees the positions up to its own that lie in its window (``query - key < window``).
 Rule 3. What depends on the step alone is computed once per step and distinct window.
@@ -22,7 +23,7 @@ Serving with PagedAttention" (SOSP 2023).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import attrs
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from triolet.engine.scores import Scores
 from triolet.errors import EngineError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -82,6 +84,9 @@ class _PrefillView:
     mask: Tensor | None
 
 
+_Views: TypeAlias = "tuple[_DecodeView | None, list[_PrefillView]]"
+
+
 class Step:
     """One step's tokens and where their keys and values live.
 
@@ -126,7 +131,7 @@ class Step:
         self.cleared = self._tensor(cleared)
         #: Layers that have attended in this step.
         self.layers: set[int] = set()
-        self._views: dict[int | None, tuple[_DecodeView | None, list[_PrefillView]]] = {}
+        self._views: dict[tuple[int | None, bool], _Views] = {}
 
     @property
     def last_tokens(self) -> list[int]:
@@ -138,17 +143,23 @@ class Step:
             last[index] = end - 1
         return last
 
-    def views(self, window: int | None) -> tuple[_DecodeView | None, list[_PrefillView]]:
-        """What to read under ``window`` (``None``: everything), computed on first use."""
-        if window not in self._views:
+    def views(self, window: int | None, *, causal_mask: bool = False) -> _Views:
+        """What to read under ``window`` (``None``: everything), computed on first use.
+
+        Args:
+            window: As ``sliding_window`` in :func:`attend`.
+            causal_mask: Whether plain causality has a mask too.
+        """
+        key = window, causal_mask
+        if key not in self._views:
             decode = self._decode_view(window) if self.decode_rows else None
             prefill = []
             begin = self.decode_rows
             for chunk in self._chunks[self.decode_rows :]:
-                prefill.append(self._prefill_view(chunk, begin, window))
+                prefill.append(self._prefill_view(chunk, begin, window, causal_mask=causal_mask))
                 begin += len(chunk.token_ids)
-            self._views[window] = decode, prefill
-        return self._views[window]
+            self._views[key] = decode, prefill
+        return self._views[key]
 
     def _decode_view(self, window: int | None) -> _DecodeView:
         size = self.pool.block_size
@@ -173,7 +184,9 @@ class Step:
         mask = None if plain else self._additive(hidden)[:, None, None]
         return _DecodeView(pages=self._tensor(pages), width=width, mask=mask)
 
-    def _prefill_view(self, chunk: Chunk, begin: int, window: int | None) -> _PrefillView:
+    def _prefill_view(
+        self, chunk: Chunk, begin: int, window: int | None, *, causal_mask: bool
+    ) -> _PrefillView:
         size = self.pool.block_size
         tokens = len(chunk.token_ids)
         end = chunk.start + tokens
@@ -183,7 +196,7 @@ class Step:
         if chunk.start > 0:
             pages = self._tensor(chunk.blocks[first : (end - 1) // size + 1])
         mask = None
-        if chunk.start > 0 or not fits:
+        if causal_mask or chunk.start > 0 or not fits:
             key = torch.arange(first * size, end, device=self.pool.device)
             query = torch.arange(chunk.start, end, device=self.pool.device)[:, None]
             hidden = key > query
@@ -212,6 +225,8 @@ def attend(  # noqa: PLR0913 - the signature is transformers'
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
     triolet_step: Step | None = None,
@@ -223,17 +238,20 @@ def attend(  # noqa: PLR0913 - the signature is transformers'
         module: The layer's attention module; ``layer_idx`` says which layer it is.
         query: ``[1, heads, T, head_dim]``, as all of them after rotary embedding and norms.
         key: ``[1, kv_heads, T, head_dim]``.
-        value: ``[1, kv_heads, T, head_dim]``.
+        value: ``[1, kv_heads, T, value_dim]``.
         attention_mask: Must be ``None`` (rule 1).
         scaling: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
         sliding_window: How many positions a token sees, its own included; ``None`` sees all.
+        softcap: Scores become ``softcap * tanh(score / softcap)`` before they are masked.
+        s_aux: ``[heads]``: per head, the score of a sink, a place that every token sees and that
+            has nothing to give.
         dropout: Must be 0.
         is_causal: Must not be false.
         triolet_step: The step, from the keyword arguments of the model's forward.
         others: Must be ``None`` or known to change nothing.
 
     Returns:
-        ``[1, T, heads, head_dim]``, and ``None`` in place of the attention weights.
+        ``[1, T, heads, value_dim]``, and ``None`` in place of the attention weights.
 
     Raises:
         UnsupportedModelError: The model asks for something that is not computed here.
@@ -245,9 +263,10 @@ def attend(  # noqa: PLR0913 - the signature is transformers'
     if dropout or is_causal is False or not getattr(module, "is_causal", True):
         raise UnsupportedModelError("The model's attention is not causal, or has dropout.")
     _refuse_unknown(others)
-    keys, values = _write(module, key, value, triolet_step)
-    views = triolet_step.views(sliding_window)
-    out = _attend_to_pages((query, key, value), (keys, values), views, scaling)
+    scores = Scores(scaling, softcap, s_aux)
+    pages = _write(module, key, value, triolet_step)
+    views = triolet_step.views(sliding_window, causal_mask=not scores.plain)
+    out = _attend_to_pages((query, key, value), pages, views, scores)
     return out.unsqueeze(0), None
 
 
@@ -262,18 +281,18 @@ def _refuse_unknown(others: dict[str, object]) -> None:
 def _attend_to_pages(
     fresh: tuple[Tensor, Tensor, Tensor],
     pages: tuple[Tensor, Tensor],
-    views: tuple[_DecodeView | None, list[_PrefillView]],
-    scaling: float | None,
+    views: _Views,
+    scores: Scores,
 ) -> Tensor:
-    """All tokens of the step, ``[T, heads, head_dim]``."""
+    """All tokens of the step, ``[T, heads, value_dim]``."""
     decode, prefill = views
     queries = fresh[0][0].transpose(0, 1)
-    out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    out = queries.new_empty(*queries.shape[:2], pages[1].shape[-1])
     if decode is not None:
         rows = prefill[0].begin if prefill else len(queries)
-        out[:rows] = _decode(queries[:rows], pages, decode, scaling)
+        out[:rows] = _decode(queries[:rows], pages, decode, scores)
     for view in prefill:
-        out[view.begin : view.end] = _prefill(fresh, pages, view, scaling)
+        out[view.begin : view.end] = _prefill(fresh, pages, view, scores)
     return out
 
 
@@ -286,8 +305,9 @@ def _write(module: nn.Module, key: Tensor, value: Tensor, step: Step) -> tuple[T
     if layer in step.layers:
         raise UnsupportedModelError(f"The model attends more than once in layer {layer}.")
     step.layers.add(layer)
-    expected = (1, pool.shape.kv_heads, step.slots.numel(), pool.shape.head_dim)
-    for tensor in (key, value):
+    shape = pool.shape
+    for tensor, dim in ((key, shape.head_dim), (value, shape.value_dim)):
+        expected = (1, shape.kv_heads, step.slots.numel(), dim)
         if tensor.shape != expected or tensor.dtype != pool.dtype:
             raise UnsupportedModelError(
                 f"The model's keys and values are {tuple(tensor.shape)} in {tensor.dtype}; "
@@ -299,38 +319,46 @@ def _write(module: nn.Module, key: Tensor, value: Tensor, step: Step) -> tuple[T
 
 
 def _decode(
-    queries: Tensor, pages: tuple[Tensor, Tensor], view: _DecodeView, scaling: float | None
+    queries: Tensor, pages: tuple[Tensor, Tensor], view: _DecodeView, scores: Scores
 ) -> Tensor:
-    """One query per row, ``[rows, heads, dim]``: gather the pages, then one batched SDPA."""
+    """One query per row, ``[rows, heads, dim]``: gather the pages, then one batched product."""
     rows, heads, dim = queries.shape
     kv_heads = pages[0].shape[2]
     k, v = (_gather(pool, view.pages, rows, view.width) for pool in pages)
     # The query heads that share a KV head are packed where a sequence's queries would be:
     # the keys are then read once, not once per query head.
     packed = queries.reshape(rows, kv_heads, heads // kv_heads, dim)
-    out = scaled_dot_product_attention(packed, k, v, attn_mask=view.mask, scale=scaling)
-    return out.reshape(rows, heads, dim)
+    if scores.plain:
+        out = scaled_dot_product_attention(packed, k, v, attn_mask=view.mask, scale=scores.scaling)
+    else:
+        mask = None if view.mask is None else view.mask[:, 0]
+        out = scores.attend(packed.unsqueeze(3), k, v, mask)
+    return out.reshape(rows, heads, -1)
 
 
 def _prefill(
     fresh: tuple[Tensor, Tensor, Tensor],
     pages: tuple[Tensor, Tensor],
     view: _PrefillView,
-    scaling: float | None,
+    scores: Scores,
 ) -> Tensor:
-    """The queries of one chunk, ``[tokens, heads, dim]``: one SDPA of their own."""
+    """The queries of one chunk, ``[tokens, heads, dim]``: one product of their own."""
     query, k, v = (tensor[:, :, view.begin : view.end] for tensor in fresh)
     if view.pages is not None:
         k, v = (_gather(pool, view.pages, 1, view.width) for pool in pages)
-    out = scaled_dot_product_attention(
-        query,
-        k,
-        v,
-        attn_mask=view.mask,
-        is_causal=view.mask is None,
-        scale=scaling,
-        enable_gqa=True,
-    )
+    if scores.plain:
+        out = scaled_dot_product_attention(
+            query,
+            k,
+            v,
+            attn_mask=view.mask,
+            is_causal=view.mask is None,
+            scale=scores.scaling,
+            enable_gqa=True,
+        )
+    else:
+        packed = query.reshape(1, k.shape[1], -1, *query.shape[2:])
+        out = scores.attend(packed, k, v, view.mask).flatten(1, 2)
     return out[0].transpose(0, 1)
 
 

@@ -19,22 +19,34 @@ class KvShape:
 
     num_layers: int
     kv_heads: int
+    #: Of a key.
     head_dim: int
+    #: Of a value; a key's where nothing else is said.
+    value_dim: int = attrs.field(default=attrs.Factory(lambda self: self.head_dim, takes_self=True))
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> KvShape:
         """Read the shape from a transformers configuration.
 
-        Architectures whose keys and values differ from it (latent attention, for one) are
-        refused by the attention function when it sees the first tensor.
+        Latent attention (DeepSeek-V2's) is stored as the keys and values that it is expanded
+        to. Architectures whose keys and values are not what their configuration says, or not
+        the same in all layers, are refused by the attention function when it sees the first.
         """
         text: Any = config.get_text_config(decoder=True)
         heads = text.num_attention_heads
+        if getattr(text, "kv_lora_rank", None):
+            key_dim = text.qk_nope_head_dim + text.qk_rope_head_dim
+            return cls(text.num_hidden_layers, heads, key_dim, text.v_head_dim)
         return cls(
             num_layers=text.num_hidden_layers,
             kv_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         )
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers one token leaves behind in one layer."""
+        return self.kv_heads * (self.head_dim + self.value_dim)
 
 
 def bytes_per_block(config: PretrainedConfig, *, block_size: int, dtype: torch.dtype) -> int:
@@ -46,7 +58,7 @@ def bytes_per_block(config: PretrainedConfig, *, block_size: int, dtype: torch.d
         dtype: The model's dtype; keys and values are stored as they are computed.
     """
     shape = KvShape.of(config)
-    return 2 * shape.num_layers * block_size * shape.kv_heads * shape.head_dim * dtype.itemsize
+    return shape.num_layers * block_size * shape.numbers * dtype.itemsize
 
 
 class KvPool:
@@ -76,10 +88,11 @@ class KvPool:
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
-        size = (num_blocks, block_size, shape.kv_heads, shape.head_dim)
+        size = (num_blocks, block_size, shape.kv_heads)
         # A tensor made under inference_mode could not be written outside it.
         with torch.inference_mode(mode=False):
-            self._keys, self._values = self._pages(size), self._pages(size)
+            self._keys = self._pages((*size, shape.head_dim))
+            self._values = self._pages((*size, shape.value_dim))
         self.key_pages = self._keys.unbind()
         self.value_pages = self._values.unbind()
         self.keys = [pages.flatten(0, 1) for pages in self.key_pages]

@@ -79,4 +79,6 @@ def pack_linear_layers(model: nn.Module) -> int:
 
 
 def _fits(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.float32
+    # Quantized weights are often a subclass of tensors that says it is in float32.
+    plain = type(weight) is nn.Parameter
+    return plain and weight.device.type == "cpu" and weight.dtype == torch.float32

@@ -8,6 +8,7 @@ There is no cache of converted weights: it would save little more than it could 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -18,7 +19,9 @@ import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
+from transformers.quantizers.auto import AutoHfQuantizer
 
+from triolet.engine.architecture import longest_context
 from triolet.engine.attention import NAME
 from triolet.engine.gguf import GgufFile, MetadataValue, open_gguf
 from triolet.engine.gguf_llama import build_llama
@@ -116,7 +119,7 @@ def load_model(
         progress(f"Moving the weights to {place}")
     torch.nn.Module.to(model, place)
     model.train(mode=False).requires_grad_(requires_grad=False)
-    return _describe(model, path, metadata)
+    return _describe(model, path, metadata, progress)
 
 
 def _device(name: str) -> torch.device:
@@ -146,11 +149,17 @@ def _describe(
     model: transformers.PreTrainedModel,
     path: Path,
     metadata: Mapping[str, MetadataValue] | None,
+    progress: Progress,
 ) -> LoadedWeights:
     config = model.config.get_text_config()
-    max_model_len = getattr(config, "max_position_embeddings", None)
-    if not isinstance(max_model_len, int):
+    max_model_len = longest_context(model.config)
+    if max_model_len is None:
         raise UnsupportedModelError("The model's config names no max_position_embeddings.")
+    if max_model_len < config.max_position_embeddings:
+        progress(
+            f"Its context is {max_model_len:,} tokens, not {config.max_position_embeddings:,}:"
+            " beyond that, longrope computes all positions anew"
+        )
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # theirs
     weight = getattr(head, "weight", None)
     if not isinstance(weight, torch.Tensor):
@@ -205,7 +214,9 @@ def _load_folder(
             else f"{folder.name} has no .safetensors file."
         )
     progress(f"Reading {folder.name}")
+    quantized_with = None
     try:
+        quantized_with = _quantization(folder)
         model, report = _AUTO.from_pretrained(
             str(folder),
             dtype=dtype or "auto",
@@ -216,9 +227,29 @@ def _load_folder(
             output_loading_info=True,
         )
     except _LOAD_ERRORS as error:
-        raise _unreadable(folder, error) from error
+        raise _unreadable(folder, error, quantized_with) from error
     _check_complete(folder.name, report)
     return cast("transformers.PreTrainedModel", model)
+
+
+def _quantization(folder: Path) -> str | None:
+    """What the weights are quantized with, as their settings name it; transformers does the rest.
+
+    Raises:
+        UnsupportedModelError: Transformers would skip it with a warning, and read the numbers as
+            if they were not quantized.
+    """
+    config = json.loads((folder / "config.json").read_bytes())
+    settings = config.get("quantization_config")
+    if settings is None:
+        return None
+    method = str(settings.get("quant_method", "bitsandbytes"))
+    if not AutoHfQuantizer.supports_quant_method(settings):  # type: ignore[no-untyped-call]  # theirs
+        raise UnsupportedModelError(
+            f"{folder.name} is quantized with {method!r}, which this version of transformers does"
+            " not know."
+        )
+    return method
 
 
 def _check_complete(name: str, report: Mapping[str, Any]) -> None:
@@ -255,6 +286,7 @@ def _load_gguf(
         raise _unreadable(file.path, error) from error
 
 
-def _unreadable(path: Path, error: Exception) -> ModelLoadError:
+def _unreadable(path: Path, error: Exception, quantized_with: str | None = None) -> ModelLoadError:
     reason = str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__
-    return ModelLoadError(f"{path.name} cannot be loaded: {reason}.")
+    how = f" (quantized with {quantized_with})" if quantized_with else ""
+    return ModelLoadError(f"{path.name}{how} cannot be loaded: {reason}.")
