@@ -25,11 +25,11 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).parent.parent))
 
 import attrs
-from client import Client, UnexpectedError
 from clock import STEP_S, Stop, TreeClock, idle_share, settle
 from servers import Contender, contenders
 from states import STATES, Bench, own_numbers
 
+from client import Client, UnexpectedError
 from serving import DidNotStartError, free_port, server
 
 #: Seconds that a server gets to finish by itself what it went on with, before it is restarted.

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from http.client import HTTPConnection
 
 import attrs
-from client import Client, Reader, UnexpectedError
 from clock import Stop, TreeClock, watch
 from servers import Contender
 
+from client import Client, Reader, UnexpectedError
 from serving import parse_metrics, send_queues
 
 #: Processor seconds after which a server is surely in the middle of a prompt, or of an answer.

@@ -59,6 +59,7 @@ def test_a_text_that_sends_a_token_to_another_expert_is_not_held_against_a_model
     assert len(set(seeds)) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "change"),

@@ -11,6 +11,7 @@ import os
 import click
 
 from triolet import __version__
+from triolet.cli.bench_options import bench
 from triolet.cli.help import SettingsCommand
 from triolet.config import load
 from triolet.config.flags import given, parameters
@@ -81,3 +82,4 @@ main.add_command(
         ],
     )
 )
+main.add_command(bench)
