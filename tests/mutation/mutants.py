@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant(
         "the-end-is-not-said",
         REQUEST,
-        "            self._hub.append(self._output.fail(self._cancelled_error()))\n",
+        "            self._close(self._cancelled_error())\n",
         "            self._output.fail(self._cancelled_error())\n",
         SCOPES,
     ),
@@ -118,15 +118,15 @@ MUTANTS = (
     Mutant(
         "give-a-place-back-twice",
         LIFECYCLE,
-        "        self._admission.leave(trio.current_time(), prompts, places=len(prompts))\n",
-        "        self._admission.leave(trio.current_time(), prompts, places=len(prompts))\n" * 2,
+        "        self._admission.leave(trio.current_time(), handle.engine_ids, handle.owner)\n",
+        "        self._admission.leave(trio.current_time(), handle.engine_ids, handle.owner)\n" * 2,
         STORMS,
     ),
     Mutant(
         "many-prompts-give-one-place-back",
         LIFECYCLE,
-        "prompts, places=len(prompts))",
-        "prompts)",
+        "handle.engine_ids, handle.owner)\n        write",
+        "handle.engine_ids[:1], handle.owner)\n        write",
         STORMS,
     ),
     # Slow clients.
@@ -170,9 +170,8 @@ MUTANTS = (
     Mutant(
         "done-after-an-error",
         EVENTS,
-        "            yield encode_data(encode(error_body(event.error)))\n            return\n",
-        "            yield encode_data(encode(error_body(event.error)))\n            yield DONE\n"
-        "            return\n",
+        "            yield error_event(event.error)\n            return\n",
+        "            yield error_event(event.error)\n            yield DONE\n            return\n",
         SCOPES,
     ),
     Mutant(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from itertools import pairwise
 
@@ -15,6 +16,7 @@ from triolet.config import Config
 from triolet.core import CancelCause, RequestId
 from triolet.output.events import Usage
 from triolet.runtime.record import RequestRecord
+from triolet.server.chat import ChatEndpoint
 from triolet.testing.asgi import open_server
 from triolet.testing.engine import ScriptedBackend, say, serve_script
 
@@ -257,15 +259,143 @@ async def test_a_stream_is_kept_alive_well_within_the_clients_patience(autojump_
     assert outcomes() == ["finished"]
 
 
-async def test_a_stream_leaves_the_queue_within_the_clients_patience(autojump_clock):
+async def test_a_stream_is_kept_company_in_the_queue_for_as_long_as_it_takes(autojump_clock):
+    backend = one_row(say("a" * 39), step_s=1.0)
+    async with open_server(backend, Config(queue_timeout=60)) as server:
+        first = await busy(server)
+        server.client.nursery.start_soon(first.read)
+        waiting = server.client.start("POST", PATH, json_body=STREAM, headers={PATIENCE: "5"})
+        heard = [trio.current_time()]
+        while heard[-1] < 39:
+            assert (await waiting.next_message())["type"].startswith("http.response.")
+            heard.append(trio.current_time())
+        assert max(later - earlier for earlier, later in pairwise(heard)) <= 2.5
+        rest = await waiting.read()
+    assert heard[1] == heard[0] + 2.5
+    assert rest.body.endswith(b"[DONE]\n\n")
+
+
+async def test_a_stream_s_patience_does_not_make_the_queue_shorter(autojump_clock, outcomes):
     async with open_server(one_row(step_s=1.0), Config(queue_timeout=60)) as server:
         await busy(server)
         before = trio.current_time()
         response = await server.client.request(
             "POST", PATH, json_body=STREAM, headers={PATIENCE: "5"}
         )
-        assert trio.current_time() - before == pytest.approx(5)
-    assert error(response)["code"] == "timeout"
+        assert trio.current_time() - before == pytest.approx(60)
+        assert outcomes() == ["cancelled:timeout"]
+    assert response.status == 200
+    assert "in the queue" in error(response)["message"]
+
+
+# What the headers say holds before the body does.
+
+
+async def test_an_upload_is_bounded_by_what_its_header_asks_for(autojump_clock, outcomes):
+    async with open_server() as server:
+        for header, seconds in (("3", 3), ("soon", 600), ("1e9", 600)):
+            before = trio.current_time()
+            exchange = server.client.start(
+                "POST", PATH, more_body=True, headers={"X-Request-Timeout": header}
+            )
+            response = await exchange.read()
+            assert (response.status, error(response)["code"]) == (504, "timeout")
+            assert trio.current_time() - before == pytest.approx(seconds)
+        assert held(server) == (0, 0, 0)
+    assert outcomes() == ["cancelled:timeout"] * 3
+
+
+@pytest.mark.parametrize(("header", "seconds"), [(PATIENCE, 7), ("X-Request-Timeout", 6)])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_so_is_tokenizing_and_patience_begins_when_the_body_ends(
+    autojump_clock, outcomes, monkeypatch, header, seconds, stream
+):
+    async def stuck(*_):
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(ChatEndpoint, "prepare", stuck)
+    async with open_server() as server:
+        # Who sends does not listen yet.
+        exchange = server.client.start("POST", PATH, more_body=True, headers={header: "6"})
+        await trio.sleep(1)
+        exchange.upload(json.dumps({**CHAT, "stream": stream}).encode())
+        response = await exchange.read()
+        assert (response.status, error(response)["code"]) == (504, "timeout")
+        assert trio.current_time() == pytest.approx(seconds)
+    assert outcomes() == ["cancelled:timeout"]
+
+
+async def test_what_took_long_to_tokenize_is_heard_of_in_time_all_the_same(
+    autojump_clock, monkeypatch
+):
+    prepare = ChatEndpoint.prepare
+
+    async def slow(*args):
+        await trio.sleep(2)
+        return await prepare(*args)
+
+    monkeypatch.setattr(ChatEndpoint, "prepare", slow)
+    async with open_server(one_row(step_s=100.0)) as server:
+        exchange = server.client.start("POST", PATH, json_body=STREAM, headers={PATIENCE: "6"})
+        await exchange.next_message()
+        assert trio.current_time() == 3
+        whole = await server.client.request("POST", PATH, json_body=CHAT, headers={PATIENCE: "6"})
+        assert whole.status == 504
+        assert trio.current_time() == 3 + 6
+
+
+# Who gets in where there is more than one key.
+
+
+@pytest.mark.parametrize("more_body", [True, False])
+async def test_one_key_s_flood_does_not_shut_another_out(autojump_clock, more_body):
+    config = Config(api_key=("k1", "k2"), max_num_seqs=1, max_num_queued_reqs=15)
+    async with open_server(one_row(step_s=1.0), config) as server:
+
+        def start(key, **options):
+            headers = {"authorization": f"Bearer {key}"}
+            return server.client.start("POST", PATH, json_body=STREAM, headers=headers, **options)
+
+        flood = [start("k1", more_body=more_body) for _ in range(20)]
+        await wait_all_tasks_blocked()
+        assert server.runtime.live_requests == 14
+        assert (await start("k1").read()).status == 429
+        mine = start("k2")
+        await wait_all_tasks_blocked()
+        assert server.runtime.live_requests == 15
+        for exchange in flood:
+            exchange.disconnect()
+        await mine.next_body()
+        mine.disconnect()
+        await wait_all_tasks_blocked()
+        assert held(server) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("keys", [(), ("k1",), ("k1", "k1")])
+async def test_one_key_alone_has_all_places(autojump_clock, keys):
+    config = Config(api_key=keys, max_num_seqs=1, max_num_queued_reqs=15)
+    async with open_server(one_row(step_s=1.0), config) as server:
+        headers = {"authorization": "Bearer k1"}
+        for _ in range(20):
+            server.client.start("POST", PATH, json_body=STREAM, headers=headers)
+        await wait_all_tasks_blocked()
+        assert server.runtime.live_requests == 16
+
+
+async def test_a_batch_that_no_server_of_this_size_can_take_is_at_fault(autojump_clock):
+    config = Config(api_key=("k1", "k2"), max_num_seqs=1, max_num_queued_reqs=15)
+    headers = {"authorization": "Bearer k1"}
+    async with open_server(config=config) as server:
+        for prompts, status in ((15, 400), (14, 200)):
+            response = await server.client.request(
+                "POST",
+                COMPLETIONS,
+                json_body={"model": "scripted", "prompt": ["a"] * prompts, "max_tokens": 1},
+                headers=headers,
+            )
+            assert response.status == status
+            if status == 400:
+                assert "takes 14 prompts" in error(response)["message"]
 
 
 async def test_an_impatient_client_is_not_flooded(autojump_clock):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 
 import pytest
@@ -11,11 +12,18 @@ from tests.server.reading import CHAT, STREAM, chunks, error, events, held, text
 from trio.testing import wait_all_tasks_blocked
 
 from triolet.config import Config
-from triolet.core import EngineRequest, RequestId, SamplingParams
+from triolet.core import CancelCause, EngineRequest, RequestId, SamplingParams
+from triolet.output.detokenizer import Detokenizer
+from triolet.output.stops import StopMatcher
 from triolet.runtime.lifecycle import Phase, TextOptions
-from triolet.testing.asgi import open_server
+from triolet.runtime.request import RequestHandle
+from triolet.server.event_stream import ChunkEncoder, FoldedChoice
+from triolet.testing.asgi import AsgiClient, open_server
 from triolet.testing.engine import ScriptedBackend, say, say_each, serve_script
+from triolet.testing.faults import WrongId
 
+#: Prompt tokens of CHAT.
+SIZE = 6
 # Short of what is tokenized in a thread, which a virtual clock would not wait for.
 LONG = {**STREAM, "messages": [{"role": "user", "content": "x" * 1900}]}
 PATH = "/v1/chat/completions"
@@ -351,6 +359,153 @@ async def test_a_book_that_cannot_be_written_ends_nobody_elses_request(autojump_
         await server.client.request("POST", PATH, json_body={**CHAT, "max_tokens": 2})
         assert chunks(await other.read())
         assert held(server) == (0, 0, 0)
+
+
+class Oops(Exception):  # noqa: N818 - not an error of anybody's, a bug
+    """What nobody has thought of."""
+
+
+def raise_at(monkeypatch, owner, name, number):
+    """Let one call of a method raise, by its number from now on."""
+    calls, real = itertools.count(1), getattr(owner, name)
+
+    def method(*args, **options):
+        if next(calls) == number:
+            raise Oops
+        return real(*args, **options)
+
+    monkeypatch.setattr(owner, name, method)
+
+
+@pytest.mark.parametrize("cause", ["disconnect", "timeout", "slow_client"])
+async def test_a_bug_in_the_last_flush_of_a_request_is_its_own(
+    autojump_clock, outcomes, monkeypatch, cause
+):
+    async with open_server(served(step_s=1.0)) as server:
+        other = server.client.start("POST", PATH, json_body={**STREAM, "max_tokens": 20})
+        await other.next_body()
+        mine = server.client.start("POST", PATH, json_body={**STREAM, "timeout": 5})
+        await mine.next_body()
+        raise_at(monkeypatch, Detokenizer, "finish", 1)
+        if cause == "slow_client":
+            tuple(server.runtime._handles.values())[-1].cancel(CancelCause.SLOW_CLIENT)
+        if cause == "disconnect":
+            mine.disconnect()
+        else:
+            assert error_of_stream(await mine.read()) == cause
+        await settle()
+        assert held(server)[1:] == (1, 1)
+        rest = await other.read()
+        assert rest.body.endswith(b"[DONE]\n\n")
+        assert server.runtime.phase is Phase.READY
+        assert held(server) == (0, 0, 0)
+    assert outcomes() == [f"cancelled:{cause}", "finished"]
+
+
+@pytest.mark.parametrize("name", ["push", "finish"])
+@pytest.mark.parametrize("flush", [True, False])
+async def test_a_bug_in_the_output_of_a_request_is_its_own(
+    autojump_clock, outcomes, monkeypatch, name, flush
+):
+    async with open_server(served(step_s=1.0)) as server:
+        mine = server.client.start("POST", PATH, json_body={**STREAM, "max_tokens": 5})
+        await mine.next_body()
+        other = server.client.start("POST", PATH, json_body={**STREAM, "max_tokens": 20})
+        raise_at(monkeypatch, Detokenizer, name, 1)
+        if flush:
+            raise_at(monkeypatch, StopMatcher, "finish", 1)
+        assert error_of_stream(await mine.read()) == "output_error"
+        assert chunks(await other.read())
+        assert held(server) == (0, 0, 0)
+    assert outcomes() == ["failed", "finished"]
+
+
+@pytest.mark.parametrize("number", [1, 3])
+async def test_a_bug_in_writing_a_stream_is_a_failure_that_its_client_is_told(
+    autojump_clock, outcomes, monkeypatch, number
+):
+    raise_at(monkeypatch, ChunkEncoder, "encode", number)
+    async with open_server(served(step_s=1.0)) as server:
+        response = await server.client.request("POST", PATH, json_body=STREAM)
+        assert held(server) == (0, 0, 0)
+        assert trio.current_time() < 9
+        after = await server.client.request("POST", PATH, json_body={**STREAM, "max_tokens": 2})
+        assert chunks(after)
+    if number == 1:
+        assert (response.status, error(response)["code"]) == (500, "output_error")
+    else:
+        assert error_of_stream(response) == "output_error"
+    assert outcomes() == ["failed", "finished"]
+
+
+async def test_a_bug_in_writing_a_body_is_a_500(autojump_clock, outcomes, monkeypatch):
+    raise_at(monkeypatch, FoldedChoice, "delta", 1)
+    backend = ScriptedBackend(say("abc"), step_s=1.0)
+    async with open_server(serve_script(backend)) as server:
+        response = await server.client.request("POST", PATH, json_body=CHAT)
+        assert held(server) == (0, 0, 0)
+    assert (response.status, error(response)["code"]) == (500, "output_error")
+    # All of it had been generated.
+    assert outcomes() == ["finished"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_send_that_says_that_the_client_has_gone_is_no_bug(
+    autojump_clock, outcomes, stream
+):
+    async with open_server(served(step_s=1.0)) as server:
+        app, sent = server.client.app, []
+
+        async def broken(scope, receive, _):
+            async def send(message):
+                sent.append(message["type"])
+                await trio.lowlevel.checkpoint()
+                raise BrokenPipeError
+
+            await app(scope, receive, send)
+
+        client = AsgiClient(broken, server.client.nursery)
+        for body in ({**CHAT, "stream": stream, "max_tokens": 3}, {}):
+            response = await client.request("POST", PATH, json_body=body)
+            assert response.status == 0
+        assert held(server) == (0, 0, 0)
+    assert sent == ["http.response.start"] * 2
+    assert outcomes() == ["cancelled:disconnect" if stream else "finished", "rejected"]
+
+
+def handles() -> int:
+    return sum(type(found) is RequestHandle for found in gc.get_objects())
+
+
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("cause", ["timeout", "output_error", "queue_full", "draining"])
+async def test_who_is_refused_before_the_headers_is_gone_without_a_collection(
+    autojump_clock, monkeypatch, stream, cause
+):
+    # Pytest keeps what is logged, and with it the traceback.
+    unheard = logging.Logger("unheard")  # noqa: LOG001 - so that it has no parent
+    monkeypatch.setattr("triolet.runtime.request.logger", unheard)
+    faults = (WrongId(2),) if cause == "output_error" else ()
+    config = Config(max_num_queued_tokens=SIZE, drain_timeout=1)
+    backend = ScriptedBackend(say("ab " * 50), step_s=10.0, faults=faults)
+    async with open_server(serve_script(backend), config) as server:
+        before = handles()
+        body = {**CHAT, "stream": stream, **({"timeout": 3} if cause == "timeout" else {})}
+        waiting = server.client.start("POST", PATH, json_body=body)
+        await settle()
+        if cause != "queue_full":
+            waiting.disconnect()
+            await settle()
+        exchange = server.client.start("POST", PATH, json_body=body)
+        await settle()
+        if cause == "draining":
+            server.runtime.drain()
+        response = await exchange.read()
+        assert error(response)["code"] == cause
+        waiting.disconnect()
+        await trio.sleep(20)
+        assert handles() == before
 
 
 async def test_a_backend_that_refuses_a_request_leaves_nothing_of_it(autojump_clock, outcomes):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+
 import attrs
 import pytest
+import trio
 from trio.testing import wait_all_tasks_blocked
 
 from triolet.config import Config
@@ -82,6 +85,36 @@ async def test_who_is_still_there_is_seen(autojump_clock):
         exchange.disconnect()
         del exchange
         await witness.expect_settled()
+
+
+async def test_what_only_a_collection_would_free_is_seen(autojump_clock):
+    backend = CountingBackend(ScriptedBackend(say("ab"), step_s=1.0))
+    gc.disable()
+    try:
+        async with open_server(attrs.evolve(serve_script(), backend=backend)) as server:
+            witness = Witness.of(server.runtime, backend)
+            headers = {"X-Request-Timeout": "0.5"}
+            for stream in (True, False):
+                body = {**BODY, "stream": stream}
+                refused = await server.client.request(
+                    "POST", "/v1/completions", json_body=body, headers=headers
+                )
+                assert refused.status == 504
+            await trio.sleep(2)
+            await witness.expect_settled()
+            exchange = server.client.start("POST", "/v1/completions", json_body=BODY)
+            await wait_all_tasks_blocked()
+            (handle,) = server.runtime._handles.values()
+            # A cycle.
+            handle._hub.log._open[-1] = handle
+            exchange.disconnect()
+            del exchange, handle
+            await trio.sleep(2)
+            assert witness.broken() == ["2 handles and logs are left"]
+            gc.collect()
+            assert witness.broken() == []
+    finally:
+        gc.enable()
 
 
 def test_calls_that_no_one_needs_are_seen():

@@ -7,7 +7,6 @@ to the live request that it becomes or to nobody.
 
 from __future__ import annotations
 
-import math
 import time
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -37,12 +36,11 @@ class Places(Protocol):
         text: TextOptions,
         *,
         timeout_s: float,
-        queue_timeout_s: float,
     ) -> RequestHandle:
         """Make a live request of an arrival."""
 
-    def left(self, record: RequestRecord) -> None:
-        """A place is free again."""
+    def left(self, arrival: Arrival, record: RequestRecord) -> None:
+        """The place of an arrival is free again."""
 
 
 @attrs.define(eq=False)
@@ -51,6 +49,8 @@ class Arrival:
 
     _runtime: Places = attrs.field(repr=False)
     id: RequestId
+    #: Whose it is.
+    tenant: str = attrs.field(repr=False)
     #: Trio time at which it arrived, and at which it is too late for it whatever it asks for.
     arrived_s: float
     deadline_s: float
@@ -63,7 +63,6 @@ class Arrival:
         text: TextOptions,
         *,
         timeout_s: float,
-        queue_timeout_s: float = math.inf,
     ) -> RequestHandle:
         """Become a live request, which takes over the place.
 
@@ -71,16 +70,12 @@ class Arrival:
             requests: What the engine gets: one for each prompt.
             text: What the output path gets.
             timeout_s: Seconds the request may take in all, counted from its arrival.
-            queue_timeout_s: Seconds from its arrival until the engine has to have begun with
-                it, where that is less than the server's own limit.
 
         Raises:
             CapacityError: The server has begun to drain, or the engine is down, or the queue
                 is full.
         """
-        handle = self._runtime.admit(
-            self, requests, text, timeout_s=timeout_s, queue_timeout_s=queue_timeout_s
-        )
+        handle = self._runtime.admit(self, requests, text, timeout_s=timeout_s)
         self.state = after(self.state, Move.ADMIT)
         return handle
 
@@ -117,7 +112,7 @@ class Arrival:
         if self.state is State.RECEIVED:
             self.state = after(self.state, move)
             outcome = self.state.value if cause is None else f"{self.state.value}:{cause}"
-            self._runtime.left(self._record(outcome))
+            self._runtime.left(self, self._record(outcome))
 
     def _record(self, outcome: str) -> RequestRecord:
         return RequestRecord(

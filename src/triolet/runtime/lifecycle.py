@@ -26,12 +26,11 @@ from triolet.errors import (
     EngineError,
     InvalidRequestError,
 )
-from triolet.observe.logs import REQUEST_LOGGER
 from triolet.output.request import RequestOutput
 from triolet.runtime.admission import Admission
 from triolet.runtime.arrival import Arrival
 from triolet.runtime.phase import Phase, engine_down, refusal
-from triolet.runtime.record import RequestRecord
+from triolet.runtime.record import RequestRecord, write
 from triolet.runtime.registry import Ended, Registry
 from triolet.runtime.request import RequestHandle
 from triolet.runtime.served import Served, TextOptions
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 __all__ = ["Phase", "Runtime", "Served", "TextOptions", "runtime_from"]
 
 logger = logging.getLogger(__name__)
-request_logger = logging.getLogger(REQUEST_LOGGER)
 
 #: Engine steps that may wait for the event loop. Enough to ride out a slow pass of the loop,
 #: few enough that a stalled loop stops the engine within moments.
@@ -263,21 +261,31 @@ class Runtime:
         """Requests whose reader lags. Counted when asked for."""
         return sum(handle.state is State.PAUSED for handle in self._registry.live())
 
-    def arrive(self, request_id: RequestId) -> Arrival:
+    def share_places(self) -> None:
+        """Keep a few places for keys that have none. Call it where there is more than one key."""
+        self._admission.shared = True
+
+    def arrive(
+        self, request_id: RequestId, tenant: str = "", *, timeout_s: float = math.inf
+    ) -> Arrival:
         """Take a place for a request of which nothing has been read yet.
+
+        Args:
+            request_id: What it is to be known by.
+            tenant: Whose it is.
+            timeout_s: Seconds that it may take in all, as far as is known by now.
 
         Raises:
             CapacityError: Loading, draining, down, or full.
         """
         now = trio.current_time()
-        arrival = Arrival(
-            self, request_id, arrived_s=now, deadline_s=now + self.max_request_timeout_s
-        )
+        deadline_s = now + min(timeout_s, self.max_request_timeout_s)
+        arrival = Arrival(self, request_id, tenant, arrived_s=now, deadline_s=deadline_s)
         try:
             self.served  # noqa: B018 - raises where there is none
-            self._admission.enter(now)
+            self._admission.enter(now, tenant)
         except CapacityError:
-            self._write(arrival.turn_away())
+            write(arrival.turn_away(), self.on_record)
             raise
         return arrival
 
@@ -288,14 +296,13 @@ class Runtime:
         text: TextOptions,
         *,
         timeout_s: float,
-        queue_timeout_s: float,
     ) -> RequestHandle:
         """See :meth:`triolet.runtime.arrival.Arrival.admit`. No await from start to end."""
         served = self.served
         assert self._requests is not None  # noqa: S101 - READY means the nursery is open
-        if len(requests) > self.max_live_requests:
+        if len(requests) > (most := self._admission.max_at_once):
             raise InvalidRequestError(
-                f"This server takes {self.max_live_requests} prompts at once, and the request has "
+                f"This server takes {most} prompts at once, and the request has "
                 f"{len(requests)}: send them apart.",
                 param="prompt",
             )
@@ -317,12 +324,12 @@ class Runtime:
             max_undelivered=Undelivered(self.max_undelivered_bytes, self.max_undelivered_tokens),
             on_end=self._request_ended,
             received_ns=arrival.received_ns,
-            owner=requests[0].tenant,
+            owner=arrival.tenant,
             deadline_s=min(arrival.deadline_s, arrival.arrived_s + timeout_s),
-            queue_deadline_s=min(now_s + self.queue_timeout_s, arrival.arrived_s + queue_timeout_s),
+            queue_deadline_s=now_s + self.queue_timeout_s,
         )
         # Each further prompt is a request of its own to the engine, so it takes a place too.
-        self._admission.wait(now_s, {r.id: len(r.prompt_ids) for r in requests})
+        self._admission.wait(now_s, {r.id: len(r.prompt_ids) for r in requests}, arrival.tenant)
         self._submit(handle, requests, served.backend)
         self._registry.add(handle)
         self._requests.start_soon(handle.run, name=f"request {handle.id}")
@@ -340,7 +347,7 @@ class Runtime:
             for engine_id in handle.engine_ids:
                 if self._handles.pop(engine_id, None) is not None:
                     backend.abort(engine_id)
-            self._admission.withdraw(handle.engine_ids)
+            self._admission.withdraw(trio.current_time(), handle.engine_ids, handle.owner)
             raise
 
     def find(self, request_id: RequestId, owner: str) -> RequestHandle | Ended | None:
@@ -353,29 +360,13 @@ class Runtime:
         if self._draining.is_set() and not self._handles:
             self._idle.set()
         self._registry.end(handle, record.outcome)
-        prompts = handle.engine_ids
-        self._admission.leave(trio.current_time(), prompts, places=len(prompts))
-        self._write(record)
+        self._admission.leave(trio.current_time(), handle.engine_ids, handle.owner)
+        write(record, self.on_record)
 
-    def left(self, record: RequestRecord) -> None:
+    def left(self, arrival: Arrival, record: RequestRecord) -> None:
         """A request that was never admitted gives its place back."""
-        self._admission.leave(trio.current_time())
-        self._write(record)
-
-    def _write(self, record: RequestRecord) -> None:
-        request_logger.info(
-            "%s %s: %d prompt tokens, %d output tokens, %.3f s",
-            record.id,
-            record.outcome,
-            record.usage.prompt_tokens,
-            record.usage.output_tokens,
-            (record.ended_ns - record.received_ns) / 1e9,
-        )
-        try:
-            self.on_record(record)
-        except Exception:
-            # Whoever keeps the books must not end other people's requests.
-            logger.exception("the record of %s could not be written", record.id)
+        self._admission.turn_back(trio.current_time(), arrival.tenant)
+        write(record, self.on_record)
 
     def refusal(self) -> CapacityError:
         """Why no request is taken now."""

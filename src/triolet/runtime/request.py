@@ -13,6 +13,10 @@ Rules:
    both is the scope's, from then on the total one. What is late in the queue costs no step.
 6. The states and moves are those of :mod:`triolet.runtime.state`.
 7. To cancel a request takes the same time however many others are live.
+8. One request's failure is its own, also where it happens while the request ends: what was pending
+   may be lost then, but the terminal event, the abort and the record are not.
+9. No error that is kept has a traceback: its frames would keep the request, and with it all that
+   the request holds, until the garbage collector comes.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from triolet.errors import (
     RequestTimeoutError,
     TrioletError,
 )
+from triolet.output.events import Failed
 from triolet.output.request import RequestOutput
 from triolet.runtime.backend import Backend
 from triolet.runtime.record import RequestRecord
@@ -157,26 +162,42 @@ class RequestHandle:
             self._first_token_ns = self._first_token_ns or sampled_ns
             self._last_token_ns = sampled_ns
         try:
-            events = self._output.feed(tokens, self._prompts[tokens.request_id])
+            self._hub.append(self._output.feed(tokens, self._prompts[tokens.request_id]))
         except Exception as error:
             logger.exception("request %s: output processing failed", self.id)
             self._failure = (
-                error
+                error.with_traceback(None)
                 if isinstance(error, OutputError)
                 else OutputError("The output of this request could not be processed.")
             )
-            events = self._output.fail(self._failure)
-        self._append(events)
+            self._close(self._failure)
+        self._settle()
 
-    def fail(self, error: TrioletError, engine_id: RequestId) -> None:
-        """The engine cannot go on with one of the prompts, and holds it no more."""
-        self._output.left_engine(self._prompts[engine_id])
+    def fail(self, error: TrioletError, engine_id: RequestId | None = None) -> None:
+        """End the request because of an error that is not its client's. No-op after an end.
+
+        Args:
+            error: What its client is told.
+            engine_id: The prompt that the engine cannot go on with, and holds no more.
+        """
+        if engine_id is not None:
+            self._output.left_engine(self._prompts[engine_id])
         if self._cause is None and not self._output.ended:
             self._failure = error
-            self._append(self._output.fail(error))
+            self._close(error)
+            self._settle()
 
-    def _append(self, events: Iterable[OutputEvent]) -> None:
-        self._hub.append(events)
+    def _close(self, error: TrioletError) -> None:
+        """Say what is pending, then the failure: at least that. Raises nothing."""
+        try:
+            self._hub.append(self._output.fail(error))
+        except Exception:
+            logger.exception("request %s: its last output is lost", self.id)
+        # Nothing for a log that has its end.
+        self._hub.append([Failed(error, self._output.usage)])
+
+    def _settle(self) -> None:
+        """Do what follows from the newest output: aborts, the end, or a pause."""
         for prompt, choice in self._output.choices_to_end:
             self._output.choice_left_engine(prompt, choice)
             self._backend.end_choice(self.engine_ids[prompt], choice)
@@ -212,7 +233,7 @@ class RequestHandle:
         if self.record is not None:
             return
         if not self._output.ended:
-            self._hub.append(self._output.fail(self._cancelled_error()))
+            self._close(self._cancelled_error())
         self._abort(self._output.prompts_in_engine)
         self.state = after(self.state, self._last_move())
         cause = "" if self._cause is None else f":{self._cause.value}"

@@ -59,6 +59,9 @@ def create_app(
     """
     metrics = Metrics(lambda: _state(runtime))
     runtime.on_record = lambda record: _count(metrics, record)
+    keys = read_api_keys(config)
+    if len(set(keys)) > 1:
+        runtime.share_places()
     options = ExchangeOptions(
         max_body_bytes=config.max_body_size,
         commit_after_s=config.commit_after,
@@ -87,7 +90,7 @@ def create_app(
         middleware=[
             Middleware(RootPathMiddleware, root_path=config.root_path),
             Middleware(RequestIdMiddleware),
-            Middleware(AuthMiddleware, keys=read_api_keys(config), on_rejected=metrics.rejected),
+            Middleware(AuthMiddleware, keys=keys, on_rejected=metrics.rejected),
         ],
         exception_handlers={
             TrioletError: handler(_counted(on_triolet_error, metrics)),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
+    from triolet.errors import TrioletError
     from triolet.output.events import OutputEvent
     from triolet.runtime.request import RequestHandle
 
@@ -139,7 +140,7 @@ class ChunkEncoder:
 
     def _end(self, event: Completed | Failed) -> Iterator[bytes]:
         if isinstance(event, Failed):
-            yield encode_data(encode(error_body(event.error)))
+            yield error_event(event.error)
             return
         usage = self.answer.last_chunk(event.usage)
         if usage is not None:
@@ -160,6 +161,11 @@ class ChunkEncoder:
             yield encode_data(encode(chunk))
 
 
+def error_event(error: TrioletError) -> bytes:
+    """The last event of a stream that does not end well."""
+    return encode_data(encode(error_body(error)))
+
+
 async def write_event_stream(
     handle: RequestHandle,
     encoder: ChunkEncoder,
@@ -167,15 +173,16 @@ async def write_event_stream(
     *,
     commit_after_s: float,
     keepalive_s: float,
-) -> None:
+) -> TrioletError | None:
     """Write a request as Server-Sent Events until its terminal event has been accepted.
 
     Headers wait for the first event, or ``commit_after_s``: what fails before them still gets
     an HTTP status. From then on ``keepalive_s`` of silence sends a comment. An error after the
     headers ends the response without its last chunk, so that no client takes it for success.
 
-    Raises:
-        TrioletError: The request failed before the headers were sent.
+    Returns:
+        The error of a request that failed before the headers were sent. It is not raised: an error
+        that is kept, by the log it was taken from, must not get a traceback to keep.
     """
     headers_sent = False
     deadline = trio.current_time() + commit_after_s
@@ -187,7 +194,7 @@ async def write_event_stream(
         terminal = events[-1] if events else None
         payload = encoder.encode(events) if batch or not headers_sent else KEEPALIVE
         if isinstance(terminal, Failed) and not headers_sent and encoder.silent:
-            raise terminal.error
+            return terminal.error
         if not headers_sent and (payload or not batch):
             await send(_start(encoder.answer.id))
             headers_sent = True
@@ -200,7 +207,7 @@ async def write_event_stream(
         if batch:
             handle.delivered(batch[-1][0])
         if isinstance(terminal, Completed | Failed):
-            return
+            return None
 
 
 def _start(request_id: str) -> dict[str, object]:
@@ -213,11 +220,11 @@ def _start(request_id: str) -> dict[str, object]:
 
 async def write_body(
     handle: RequestHandle, answer: Answer, scope: Scope, receive: Receive, send: Send
-) -> None:
+) -> TrioletError | None:
     """Read a request to its end and write it as one JSON body.
 
-    Raises:
-        TrioletError: The request failed; nothing was sent.
+    Returns:
+        The error of a request that failed; nothing was sent. As in :func:`write_event_stream`.
     """
     choices: dict[int, FoldedChoice] = {}
     usage: Usage | None = None
@@ -228,7 +235,7 @@ async def write_body(
         handle.delivered(batch[-1][0])
         terminal = batch[-1][1]
         if isinstance(terminal, Failed):
-            raise terminal.error
+            return terminal.error
         if isinstance(terminal, Completed):
             usage = terminal.usage
     totals = usage
@@ -239,3 +246,4 @@ async def write_body(
     scored = sum(len(choice.logprobs) for choice in choices.values())
     response = write() if scored < SCORES_INLINE else await trio.to_thread.run_sync(write)
     await response(scope, receive, send)
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -12,16 +13,23 @@ import trio
 from starlette.types import Receive, Scope, Send
 
 from triolet.core import CancelCause, EngineRequest, RequestId
-from triolet.errors import RequestTimeoutError, TrioletError
+from triolet.errors import OutputError, RequestTimeoutError, TrioletError
 from triolet.output.events import Usage
 from triolet.runtime.arrival import Arrival, ClientDisconnectedError
 from triolet.runtime.lifecycle import Runtime
 from triolet.runtime.request import RequestHandle
 from triolet.runtime.served import TextOptions
+from triolet.server.auth import TENANT_KEY
 from triolet.server.deadline_stream import RECORD_KEY
-from triolet.server.event_stream import Answer, ChunkEncoder, write_body, write_event_stream
+from triolet.server.event_stream import (
+    Answer,
+    ChunkEncoder,
+    error_event,
+    write_body,
+    write_event_stream,
+)
 from triolet.server.http import error_response, read_body
-from triolet.server.translate import patience_s
+from triolet.server.translate import header_timeout_s, patience_s
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -105,8 +113,11 @@ class _Exchange:
     receive: Receive
     send: Send
     handle: RequestHandle | None = None
-    #: Whether the last message of the response has been handed to the server.
+    #: Whether the first and the last message of the response have been handed to the server.
+    started: bool = False
     complete: bool = False
+    #: Trio time from which on the client hears nothing until we say something.
+    silent_since_s: float = math.inf
 
     async def run(self) -> None:
         """Answer, and watch for the client's leaving all the while.
@@ -120,15 +131,17 @@ class _Exchange:
         state = self.scope["state"]
         state["request_id"] = f"{self.app.endpoint.id_prefix}{state['request_id']}"
         try:
-            with runtime.arrive(RequestId(state["request_id"])) as arrival:
-                body = await _in_time(arrival, self._read_body)
+            with runtime.arrive(
+                RequestId(state["request_id"]),
+                state.get(TENANT_KEY, ""),
+                timeout_s=header_timeout_s(self.scope),
+            ) as arrival:
+                body = await _in_time(arrival.deadline_s, self._read_body)
+                self.silent_since_s = trio.current_time()
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._watch, nursery.cancel_scope)
-                    try:
-                        await self._answer(arrival, body)
-                    except TrioletError as error:
-                        arrival.refuse(error)
-                        await self._send_error(error)
+                    with suppress(ClientDisconnectedError):
+                        await self._answer_or_refuse(arrival, body)
                     nursery.cancel_scope.cancel(reason="answered")
         except TrioletError as error:
             await self._send_error(error)
@@ -152,37 +165,74 @@ class _Exchange:
             scope.cancel(reason="the client disconnected")
 
     async def _send(self, message: Message) -> None:
+        self.started = True
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.complete = True
-        await self.send(message)
+        try:
+            await self.send(message)
+        except OSError:
+            # ASGI's word for a client that is not there any more.
+            raise ClientDisconnectedError from None
+
+    async def _answer_or_refuse(self, arrival: Arrival, body: bytes) -> None:
+        try:
+            await self._answer(arrival, body)
+        except TrioletError as error:
+            arrival.refuse(error)
+            await self._send_error(error)
 
     async def _answer(self, arrival: Arrival, body: bytes) -> None:
-        options = self.app.options
         served = self.app.runtime.served
         prepare = partial(self.app.endpoint.prepare, body, self.scope, served)
-        generation = await _in_time(arrival, prepare)
         patience = patience_s(self.scope)
-        # Who streams hears from us while it waits, so only its place in the queue is at stake.
-        # Who does not is gone when its patience is at an end.
-        total_s = generation.timeout_s if generation.stream else min(generation.timeout_s, patience)
+        gone_s = self.silent_since_s + patience
+        generation = await _in_time(min(arrival.deadline_s, gone_s), prepare)
+        timeout_s = generation.timeout_s
+        if not generation.stream:
+            # It hears nothing before all is said. Who streams is kept company.
+            timeout_s = min(timeout_s, gone_s - arrival.arrived_s)
         self.handle = handle = arrival.admit(
-            generation.requests, generation.text, timeout_s=total_s, queue_timeout_s=patience
+            generation.requests, generation.text, timeout_s=timeout_s
         )
         try:
-            if not generation.stream:
-                await write_body(handle, generation.answer, self.scope, self.receive, self._send)
-                return
-            prompt_tokens = sum(len(request.prompt_ids) for request in generation.requests)
-            await write_event_stream(
-                handle,
-                ChunkEncoder(generation.answer, Usage(prompt_tokens)),
-                self._send,
-                commit_after_s=min(options.commit_after_s, patience / 2),
-                keepalive_s=self._keepalive_s(generation, patience),
-            )
+            error = await self._write(handle, generation, patience)
+        except ClientDisconnectedError:
+            raise
+        except Exception:
+            logger.exception("request %s: its answer could not be written", handle.id)
+            error = OutputError("The server could not write the answer; this has been logged.")
+            handle.fail(error)
         finally:
             # However the reader leaves: a request without a reader ends. No-op after an end.
             handle.cancel(CancelCause.DISCONNECT)
+        if error is not None:
+            await self._send_failure(error, generation)
+
+    async def _write(
+        self, handle: RequestHandle, generation: Generation, patience: float
+    ) -> TrioletError | None:
+        """Write the answer; the error of a request that failed before the first word of it."""
+        if not generation.stream:
+            return await write_body(handle, generation.answer, self.scope, self.receive, self._send)
+        prompt_tokens = sum(len(request.prompt_ids) for request in generation.requests)
+        waited_s = trio.current_time() - self.silent_since_s
+        return await write_event_stream(
+            handle,
+            ChunkEncoder(generation.answer, Usage(prompt_tokens)),
+            self._send,
+            commit_after_s=min(self.app.options.commit_after_s, max(0, patience / 2 - waited_s)),
+            keepalive_s=self._keepalive_s(generation, patience),
+        )
+
+    async def _send_failure(  # noqa: ASYNC910 - there may be nothing left to say it with
+        self, error: TrioletError, generation: Generation
+    ) -> None:
+        """Say a failure where it still can be said. Without a last chunk nothing looks whole."""
+        if not self.started:
+            await self._send_error(error)
+        elif generation.stream and not self.complete:
+            event = error_event(error)
+            await self._send({"type": "http.response.body", "body": event, "more_body": True})
 
     def _keepalive_s(self, generation: Generation, patience: float) -> float:
         asked = generation.keepalive_s
@@ -197,8 +247,8 @@ class _Exchange:
         await error_response(error)(self.scope, self.receive, self._send)
 
 
-async def _in_time(arrival: Arrival, step: Callable[[], Awaitable[T]]) -> T:
-    """The result of ``step``, unless the arrival's deadline passes before it is there."""
-    with trio.move_on_at(arrival.deadline_s):
+async def _in_time(deadline_s: float, step: Callable[[], Awaitable[T]]) -> T:
+    """The result of ``step``, unless the deadline passes before it is there."""
+    with trio.move_on_at(deadline_s):
         return await step()
     raise RequestTimeoutError("The deadline of this request passed before it was read.")

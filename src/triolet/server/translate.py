@@ -327,11 +327,8 @@ def timeout_s(fields: GenerationFields, scope: Scope, max_timeout_s: float) -> f
         wanted.append(fields.timeout)
     header = Headers(scope=scope).get(TIMEOUT_HEADER)
     if header is not None:
-        try:
-            seconds = float(header)
-        except ValueError:
-            seconds = math.nan
-        if not 0 < seconds < math.inf:
+        seconds = _seconds(header)
+        if math.isnan(seconds):
             raise InvalidRequestError(
                 f"{TIMEOUT_HEADER} must be a positive number of seconds.", param=TIMEOUT_HEADER
             )
@@ -339,14 +336,29 @@ def timeout_s(fields: GenerationFields, scope: Scope, max_timeout_s: float) -> f
     return min(wanted)
 
 
+def header_timeout_s(scope: Scope) -> float:
+    """Seconds the request may take as far as its headers say, before its body is there.
+
+    What makes no sense says nothing yet: :func:`timeout_s` refuses it once the body is read, when
+    the connection can go on.
+    """
+    seconds = _seconds(Headers(scope=scope).get(TIMEOUT_HEADER, ""))
+    return math.inf if math.isnan(seconds) else seconds
+
+
 def patience_s(scope: Scope) -> float:
     """Seconds of silence after which the client gives up, as far as its SDK says so.
 
     It is a header of the SDK's own, which no user writes: what makes no sense says nothing.
     """
-    header = Headers(scope=scope).get(PATIENCE_HEADER, "")
+    seconds = _seconds(Headers(scope=scope).get(PATIENCE_HEADER, ""))
+    return seconds if seconds <= MAX_PATIENCE_S else math.inf
+
+
+def _seconds(header: str) -> float:
+    """A header's positive number of seconds; not a number where it has none."""
     try:
         seconds = float(header)
     except ValueError:
-        return math.inf
-    return seconds if 0 < seconds <= MAX_PATIENCE_S else math.inf
+        return math.nan
+    return seconds if 0 < seconds < math.inf else math.nan
