@@ -145,6 +145,7 @@ MEANINGS = {
     "skip_special_tokens": "Leave special tokens out of the text.",
     "timeout": "Seconds in all; the server's `--request-timeout` where that is less.",
     "priority": "Lower goes first. Other than 0 only with `--scheduling-policy priority`.",
+    "cache_salt": "Only requests with the same one reuse each other's computed prefixes.",
     "messages": "The conversation; see below.",
     "logprobs": "How likely each output token was; see below.",
     "top_logprobs": "With each, so many of the likeliest ones. Only with `logprobs`.",

@@ -36,6 +36,8 @@ OTHER_VALUES = {
     "max_num_batched_tokens": "100",
     "block_size": "32",
     "kv_cache_memory": "1048576",
+    "enable_prefix_caching": "false",
+    "prefix_cache_scope": "server",
     "max_num_queued_reqs": "9",
     "max_num_queued_tokens": "4096",
     "scheduling_policy": "priority",

@@ -92,6 +92,8 @@ class EngineRequest:
     #: Whose request it is: tenants that wait get equal shares of the engine. Any string; an
     #: empty one is a tenant like every other.
     tenant: str = ""
+    #: Only requests with the same one reuse each other's computed prefixes.
+    cache_salt: str = ""
 
 
 @attrs.frozen
@@ -126,6 +128,9 @@ class TokenOutput:
     #: With the first output of choice 0, where they were asked for: one entry for each prompt
     #: token but the first, which nothing predicts.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    #: With the first output of the choice that began the request: prompt tokens that needed no
+    #: computing then.
+    cached_tokens: int = 0
 
 
 @attrs.frozen
@@ -155,6 +160,12 @@ class EngineStatistics:
     output_tokens: int = 0
     #: Of requests held that no step has computed anything of yet; once each, whatever their n.
     waiting_prompt_tokens: int = 0
+    #: Free blocks that hold what a later request may reuse.
+    cached_blocks: int = 0
+    #: Prompt tokens of requests that looked for a computed prefix when they began, and of these
+    #: the ones that were found. Once each, whatever their n.
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
 
 
 @attrs.frozen

@@ -286,7 +286,7 @@ def test_a_prompt_whose_scores_are_not_finite_fails_before_its_first_token(engin
     result = engine.step()
     assert failed(result) == ["a"]
     assert "not finite" in result.failures[0].message
-    assert "prompt whose logits are not finite" in caplog.text
+    assert "prompt whose numbers are not finite" in caplog.text
     assert not engine.has_work
     assert engine.statistics().used_blocks == 0
 

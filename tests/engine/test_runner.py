@@ -219,7 +219,8 @@ def test_a_request_of_bad_numbers_fails_and_others_on_its_blocks_do_not_notice(
         step()
 
     assert got == {n: llama.expected[n] for n in LENGTHS}
-    assert failed == ([] if aborted else [f"bad {n}" for n in LENGTHS])
+    # With little to do beside it, the first one gets so far that its numbers show.
+    assert failed == (["bad 21"] if aborted else [f"bad {n}" for n in LENGTHS])
     assert engine.statistics().used_blocks == engine.statistics().used_rows == 0
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -19,11 +20,12 @@ from hypothesis.stateful import (
 from triolet.core import EngineRequest, FinishReason, RequestId, SamplingParams, TokenLogprobs
 from triolet.engine.blocks import BlockPool
 from triolet.engine.plan import Sample, StepSamples
+from triolet.engine.prefix import PrefixIndex
 from triolet.engine.scheduler import Scheduler
 from triolet.errors import ConfigError, ContextLengthError, EngineError, InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from triolet.engine.plan import Chunk, StepPlan
 
@@ -76,31 +78,65 @@ def prompt_scores(plan: StepPlan) -> dict[int, tuple[TokenLogprobs, ...]]:
 
 
 class PagedModel:
-    """Keeps ids in blocks as a runner keeps keys and values, and reads them back from there."""
+    """Keeps in blocks what keys and values depend on, and reads it back from there.
 
-    def __init__(self, block_size: int) -> None:
+    That is, for each position: the salt, and all ids up to it. So whoever is given a block of
+    another content, or the right one at the wrong place, reads something else than its own.
+    """
+
+    def __init__(self, block_size: int, salts: Mapping[RequestId, str] | None = None) -> None:
         self.block_size = block_size
-        self.slots: dict[tuple[int, int], int] = {}
+        #: By request, where it is not "".
+        self.salts = salts or {}
+        self.slots: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
 
     def run(self, plan: StepPlan) -> StepSamples:
         written = Counter(block for chunk in plan.chunks for block in self.written(chunk))
         assert all(count == 1 for count in written.values()), "two sequences write one block"
+        self.copy(plan)
         samples = []
         for chunk in plan.chunks:
-            for position, token in enumerate(chunk.token_ids, chunk.start):
-                self.slots[self.slot(chunk.blocks, position)] = token
-            stop = chunk.start + len(chunk.token_ids)
-            assert len(chunk.blocks) == -(-stop // self.block_size)
-            assert (*chunk.prompt_ids, *chunk.output_ids)[chunk.start : stop] == chunk.token_ids
-            assert len(chunk.output_ids) == chunk.output_index
+            self.write(chunk)
+        for chunk in plan.chunks:
+            content = self.read(chunk)
             if chunk.samples:
-                content = [self.slots[self.slot(chunk.blocks, p)] for p in range(stop)]
                 seed, index = chunk.sampling.seed, chunk.output_index
                 token = next_token(content, seed, chunk.choice, index)
                 asked = chunk.sampling.logprobs is not None
                 scored = output_score(token, chunk.choice, index) if asked else None
                 samples.append(Sample(token, scored))
         return StepSamples(tuple(samples), prompt_scores(plan))
+
+    def copy(self, plan: StepPlan) -> None:
+        """In both of the ways that a plan allows, which must come to the same."""
+        at_once, in_turn = self.slots.copy(), self.slots.copy()
+        for copy in plan.copies:
+            assert 0 < copy.tokens < self.block_size
+            for source, target in (self.slots, at_once), (in_turn.copy(), in_turn):
+                for offset in range(self.block_size):
+                    target.pop((copy.target, offset), None)
+                    if offset < copy.tokens:
+                        target[copy.target, offset] = source[copy.source, offset]
+        assert at_once == in_turn
+        self.slots = at_once
+
+    def write(self, chunk: Chunk) -> None:
+        ids, salt = (*chunk.prompt_ids, *chunk.output_ids), self.salts.get(chunk.request_id, "")
+        stop = chunk.start + len(chunk.token_ids)
+        assert len(chunk.blocks) == -(-stop // self.block_size)
+        assert ids[chunk.start : stop] == chunk.token_ids
+        assert len(chunk.output_ids) == chunk.output_index
+        for position in range(chunk.start, stop):
+            self.slots[self.slot(chunk.blocks, position)] = salt, ids[: position + 1]
+
+    def read(self, chunk: Chunk) -> tuple[int, ...]:
+        """All that a chunk attends to: its sequence's ids, up to its last, and nothing else."""
+        ids, salt = (*chunk.prompt_ids, *chunk.output_ids), self.salts.get(chunk.request_id, "")
+        stop = chunk.start + len(chunk.token_ids)
+        for position in range(stop):
+            held = self.slots.get(self.slot(chunk.blocks, position))
+            assert held == (salt, ids[: position + 1]), "it reads what is not its own"
+        return ids[:stop]
 
     def written(self, chunk: Chunk) -> tuple[int, ...]:
         """The blocks that a chunk writes to."""
@@ -1059,6 +1095,15 @@ SITUATIONS = {
     "a choice was ended between steps and its siblings went on",
     "a lower priority came in first",
     "tenants waited for each other",
+    "a prompt was found",
+    "a part of a block was copied",
+    "an output was found",
+    "a block that was not free was found",
+    "a known block was handed out",
+    "who was preempted found its own again",
+    "what was computed twice became one",
+    "an unsound request left nothing",
+    "an unsound request left what it had found",
 }
 # What it meets in most runs, if not in all: these have tests of their own above.
 RARE = {
@@ -1068,10 +1113,15 @@ RARE = {
     "a leader was preempted in mid-prompt while others waited for it",
     "a step of shared blocks failed",
     "an ended leader left half a prompt",
+    "a block was written in the step that copied from it",
+    "a choice was left to find its prompt in the index",
     "prompt scores came after a preemption",
 }
 
 Key = tuple[RequestId, int]
+
+#: What prompts begin with: few, and much like each other.
+STEMS = [tuple(bits) + tuple(bits) for bits in itertools.product((1, 2), repeat=6)][:24:3]
 
 
 def key(sequence) -> Key:
@@ -1092,15 +1142,22 @@ class AnyInterleaving(RuleBasedStateMachine):
         over=st.integers(0, 6),
         max_model_len=st.integers(4, 12),
         heed=st.booleans(),
+        caching=st.sampled_from([True, True, False]),
+        least=st.integers(1, 2),
     )
-    def start(self, spare, block_size, rows, over, max_model_len, heed):
-        pool = BlockPool(-(-max_model_len // block_size) + spare, block_size)
+    def start(self, spare, block_size, rows, over, max_model_len, heed, caching, least):
+        blocks = -(-max_model_len // block_size) + spare
+        index = PrefixIndex(block_size, least) if caching else None
+        pool = BlockPool(blocks, block_size, index=index)
         self.sched = Scheduler(
             pool, rows, rows + over, max_model_len, frozenset({EOS}), heed_priority=heed
         )
         self.heed = heed
         self.roster = self.sched._roster
-        self.model = PagedModel(block_size)
+        self.salts: dict[RequestId, str] = {}
+        #: Of requests that continue another: how long the other's prompt was.
+        self.turns: dict[RequestId, int] = {}
+        self.model = PagedModel(block_size, self.salts)
         self.plan: StepPlan | None = None
         self.requests: dict[RequestId, EngineRequest] = {}
         self.produced: dict[Key, list[int]] = {}
@@ -1111,6 +1168,8 @@ class AnyInterleaving(RuleBasedStateMachine):
         self.preempted: set[RequestId] = set()
         self.thrown_out: set[Key] = set()
         self.resumed: set[RequestId] = set()
+        #: Of which nobody runs any more, though nobody was preempted.
+        self.left: set[RequestId] = set()
 
     def live(self) -> set[RequestId]:
         """The requests that have a choice to go."""
@@ -1137,22 +1196,35 @@ class AnyInterleaving(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, 0]),
         priority=st.integers(0, 2),
         tenants=st.text("abc", min_size=1, max_size=2),
+        stems=st.lists(st.integers(0, 99), min_size=1, max_size=3),
+        salt=st.sampled_from(["", "", "", "pepper"]),
     )
-    def add(self, prompts, n, priority, tenants, **sampling):
+    def add(self, prompts, n, priority, tenants, stems, salt, **sampling):
         sampling["stop_token_ids"] = sampling.pop("stops")
         for i, prompt in enumerate(prompts):
-            self.add_one(prompt, n if i == 0 else 1, sampling, priority, tenants[i % len(tenants)])
+            tenant, stem = tenants[i % len(tenants)], stems[i % len(stems)]
+            self.add_one(prompt, n if i == 0 else 1, sampling, priority, tenant, stem, salt)
 
-    def add_one(self, prompt, n, sampling, priority=0, tenant="a"):
+    def add_one(self, prompt, n, sampling, priority=0, tenant="a", stem=0, salt=""):
         number = len(self.requests)
+        # What others begin with, or what one of them has said: the next turn of a chat.
+        produced = [k for k, output in self.produced.items() if output]
+        ids = STEMS[stem % len(STEMS)]
+        if stem % 2 and produced:
+            name, choice = produced[stem % len(produced)]
+            self.turns[RequestId(f"r{number:03}")] = len(self.requests[name].prompt_ids)
+            ids = (*self.requests[name].prompt_ids, *self.produced[name, choice], *ids)
         req = EngineRequest(
             RequestId(f"r{number:03}"),
-            tuple((number + i) % VOCAB for i in range(min(prompt, self.sched.max_model_len - 1))),
-            SamplingParams(seed=number, **sampling),
+            ids[: min(prompt, self.sched.max_model_len - 1)],
+            # Some say the same to the same prompt.
+            SamplingParams(seed=number % 3, **sampling),
             n,
             priority,
             tenant,
+            salt,
         )
+        self.salts[req.id] = salt
         self.sched.add(req)
         self.requests[req.id] = req
         for choice in range(n):
@@ -1187,6 +1259,7 @@ class AnyInterleaving(RuleBasedStateMachine):
             assert seq not in {*self.roster.waiting, *self.roster.parked, *self.roster.running}
             assert siblings == set(self.roster.requests.get(name, ()))
             runs = any(s.row is not None for s in siblings)
+            self.see_left()
             SEEN["a choice was ended between steps and its siblings went on"] += bool(siblings)
             SEEN["an ended leader left half a prompt"] += bool(half and runs)
         if name not in self.live():
@@ -1212,6 +1285,7 @@ class AnyInterleaving(RuleBasedStateMachine):
     def begin(self):
         has_work = self.sched.has_work
         before = {s: (len(s.blocks), self.roster.ready(s)) for s in self.roster.running}
+        known = self.known()
         running = [s for s in before if not s.paused]
         first_in_rank = min(running, key=self.rank) if running else None
         queue = list(self.roster.waiting)
@@ -1221,7 +1295,8 @@ class AnyInterleaving(RuleBasedStateMachine):
         self.see_preemptions(before)
         if self.plan is None:
             return
-        self.see_admissions(queue)
+        self.see_admissions(queue, begun)
+        self.see_findings(queue, known)
         self.see_order(queue, begun)
         ids = keys(self.plan)
         if first_in_rank and not any(s.priority < first_in_rank.priority for s in queue):
@@ -1287,7 +1362,7 @@ class AnyInterleaving(RuleBasedStateMachine):
             mid_prompt = not before[s][1] and s.request.n > 1
             SEEN["a leader was preempted in mid-prompt while others waited for it"] += mid_prompt
 
-    def see_admissions(self, queue):
+    def see_admissions(self, queue, begun):
         came_in = [s for s in queue if s in self.roster.running]
         passed = [s for s in queue if s in self.roster.waiting and not self.roster.ready(s)]
         SEEN["a choice was passed over"] += bool(passed and came_in)
@@ -1295,7 +1370,7 @@ class AnyInterleaving(RuleBasedStateMachine):
 
         def overtaken_by(s):
             leader = self.roster.leader(s)
-            if leader in came_in:  # it was passed over right behind its leader
+            if leader in came_in and s not in begun:  # it was passed over right behind its leader
                 return [o for o in came_in if place[key(o)] > place[key(leader)]]
             # Arrival says who stood behind only among those never preempted, so the queue does.
             return [o for o in came_in if queue.index(s) < queue.index(o)]
@@ -1315,6 +1390,49 @@ class AnyInterleaving(RuleBasedStateMachine):
                 again = bool(s.output_ids)
                 SEEN["a choice came in again on shared blocks, with output"] += again
 
+    def known(self) -> set[int]:
+        pool = self.sched.pool
+        return {b for b in range(pool.total_blocks) if pool.index is not None and b in pool.index}
+
+    def see_findings(self, queue, known):
+        size = self.sched.pool.block_size
+        SEEN["a part of a block was copied"] += len(self.plan.copies)
+        SEEN["a known block was handed out"] += len(known - self.known())
+        written = {block for chunk in self.plan.chunks for block in self.model.written(chunk)}
+        sources = {copy.source for copy in self.plan.copies}
+        SEEN["a block was written in the step that copied from it"] += len(sources & written)
+        for s in queue:
+            if s in self.roster.running and s.places and self.roster.requests[s.id][0] is s:
+                found = len(s.places) * size
+                SEEN["a prompt was found"] += 1
+                SEEN["an output was found"] += found > self.turns.get(s.id, found)
+                SEEN["who was preempted found its own again"] += found > s.prompt_length
+                others = {b for o in self.roster.running if o.id != s.id for b in o.blocks}
+                SEEN["a block that was not free was found"] += s.places[0].block in others
+
+    @precondition(lambda self: self.plan is not None)
+    @rule(which=st.integers(0, 99))
+    def spoil(self, which):
+        """One request of the step turns out to have numbers that are not finite."""
+        names = [name for name, _ in keys(self.plan) if name in self.live()]
+        if not names:
+            return
+        family = self.roster.requests
+        name = names[which % len(names)]
+        choices = {k for k in self.held if k[0] == name}
+        own = {p for s in family[name] for p in s.places[s.found :]}
+        found = {p.block for s in family[name] for p in s.places} - {p.block for p in own}
+        blocks = {b for s in family[name] for b in s.blocks} - found
+        assert self.sched.abort(name, unsound=True)
+        self.held -= choices
+        self.paused.discard(name)
+        self.books_balance()
+        self.finish()
+        assert not any(p.alive for p in own)
+        assert not blocks & self.known()
+        SEEN["an unsound request left nothing"] += bool(own)
+        SEEN["an unsound request left what it had found"] += bool(found)
+
     @precondition(lambda self: self.plan is not None)
     @rule()
     def finish(self):
@@ -1325,13 +1443,23 @@ class AnyInterleaving(RuleBasedStateMachine):
             for c in plan.chunks
             if c.samples and (c.request_id, c.choice) in self.held
         ]
-        before = set(self.roster.running)
+        before = {s: s.blocks for s in self.roster.running}
         outputs = self.sched.apply(plan, result)
+        for s in before.keys() & self.roster.running.keys():
+            SEEN["what was computed twice became one"] += before[s] != s.blocks
         assert [(output.request_id, output.choice) for output in outputs] == told
         for output in outputs:
             self.take(output)
-        heirs = set(self.roster.running) - before
+        self.see_left()
+        heirs = self.roster.running.keys() - before.keys()
         SEEN["a choice took over from one that ended"] += len(heirs)
+
+    def see_left(self):
+        for name, (first, *_) in self.roster.requests.items():
+            if name in self.scheduled - self.preempted - self.left and first.row is None:
+                assert self.sched.pool.index is not None, "its leader has left it the prompt"
+                SEEN["a choice was left to find its prompt in the index"] += 1
+                self.left.add(name)
 
     def take(self, output):
         name, choice = output.request_id, output.choice
@@ -1357,7 +1485,7 @@ class AnyInterleaving(RuleBasedStateMachine):
                 self.count_prefills(req)
 
     def count_prefills(self, req):
-        if req.id in self.preempted or req.n == 1:
+        if req.id in self.preempted | self.left or req.n == 1:
             return
         SEEN["all choices came from one prefill"] += 1
         most = len(req.prompt_ids) + req.n * self.sched.pool.block_size
@@ -1388,7 +1516,7 @@ class AnyInterleaving(RuleBasedStateMachine):
             self.paused.add(name)
         for _ in range(2 if picks is mid_prompt else 1):
             size = self.sched.max_model_len if picks is mid_prompt else prompt
-            self.add_one(size, 1, {"max_tokens": max_tokens}, which % 3, "abc"[which % 2])
+            self.add_one(size, 1, {"max_tokens": max_tokens}, which % 3, "abc"[which % 2], which)
         self.steps(2)
         if name in self.paused:
             assert self.sched.resume(name)
@@ -1404,6 +1532,7 @@ class AnyInterleaving(RuleBasedStateMachine):
         others = {s.id for s in self.roster.running}
         assert self.sched.fail(plan) == list(ids)
         assert not self.roster.running, "no KV outlives a failed step"
+        assert not self.sched.pool.index, "and nothing is known of it"
         self.model.reset()
         self.held = {k for k in self.held if k[0] not in ids}
         self.preempted |= others

@@ -74,6 +74,7 @@ def _scripted(config: Config) -> Served:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         scheduling_policy=config.scheduling_policy,
+        prefix_caching=config.enable_prefix_caching,
         stall_timeout_s=config.engine_stall_timeout,
     )
     if config.max_model_len is not None:
@@ -107,6 +108,7 @@ def _local(config: Config) -> Served:
         kv_cache_bytes=config.kv_cache_memory,
         max_logprobs=config.max_logprobs,
         heed_priority=config.scheduling_policy == "priority",
+        prefix_caching=config.enable_prefix_caching,
     )
     loaded = load_engine(
         source,

@@ -7,7 +7,7 @@ import os
 import attrs
 
 from triolet.config.setting import setting
-from triolet.config.values import byte_count, choice, seconds, token_count, whole
+from triolet.config.values import byte_count, choice, seconds, switch, token_count, whole
 
 ENGINE = "Engine"
 
@@ -67,6 +67,19 @@ class EngineSettings:
         ENGINE,
         help="Size of the KV cache in bytes, for example 2GiB.",
         default_text="sized from free memory",
+    )
+    enable_prefix_caching: bool = setting(
+        default=True,
+        read=switch(),
+        group=ENGINE,
+        help="Compute the common beginning of prompts once, for as long as the KV cache has room.",
+    )
+    prefix_cache_scope: str = setting(
+        "key",
+        choice("key", "server"),
+        ENGINE,
+        help="Whose prompts share it: those of one API key, or all of the server. Across keys, "
+        "who measures time can find out what others have asked.",
     )
     max_num_queued_reqs: int = setting(
         256,

@@ -1,8 +1,9 @@
 """Whose turn it is among tenants: one counter of service for each. Pure.
 
 Virtual token counters, after Sheng et al., "Fairness in Serving Large Language Models" (OSDI
-2024). Service is counted in tokens: those of a prompt when its request begins, output tokens as
-they come, at double weight.
+2024). Service is counted in tokens: those of a prompt that are to be computed when its request
+begins, output tokens as they come, at double weight. What the prefix cache has is no service: it
+costs nobody a turn. At least one token of a prompt is always computed, so each turn is charged.
 
 Rules
 -----
@@ -16,12 +17,12 @@ Rules
     debt behind, that it finds again when it comes back: else whoever sends one request after the
     other would start from the floor each time. Of debts, the latest :data:`MAX_DEBTS` are kept.
 
-How fair that is. Say a prompt has P tokens at most, and once a tenant waits for its next turn,
-those of its requests that have begun give at most Q more output tokens together (Q is at most rows
-times ``max_tokens``, plus the choices of one request). Two tenants that wait all the time then
-differ by at most P + 2 Q in their counters: whoever is ahead had the least counter at its last
-turn, and has since been charged for one prompt and those outputs. So over any stretch of time the
-service they get differs by at most twice that, however long it is and whatever others do.
+How fair that is. Say of a prompt at most P tokens are computed, and once a tenant waits for its
+next turn, those of its requests that have begun give at most Q more output tokens together (Q is at
+most rows times ``max_tokens``, plus the choices of one request). Two tenants that wait all the
+time then differ by at most P + 2 Q in their counters: whoever is ahead had the least counter at
+its last turn, and has since been charged for one prompt and those outputs. So over any stretch of
+time the service they get differs by at most twice that, however long it is and whatever others do.
 """
 
 from __future__ import annotations

@@ -10,7 +10,11 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PretrainedConfig
+
+    from triolet.engine.plan import BlockCopy
 
 
 @attrs.frozen
@@ -71,7 +75,8 @@ class KvPool:
 
     What a page held before is masked by whoever reads it. That is sound only for finite numbers (a
     weight of 0 times NaN is NaN), and a request whose numbers went wrong leaves others behind. So
-    whoever is the first to write to a page clears the slots behind its own (:meth:`clear`).
+    whoever is the first to write to a page clears the slots behind its own (:meth:`clear`), and so
+    does who copies the beginning of a page (:meth:`copy`).
     """
 
     def __init__(
@@ -97,6 +102,37 @@ class KvPool:
         self.value_pages = self._values.unbind()
         self.keys = [pages.flatten(0, 1) for pages in self.key_pages]
         self.values = [pages.flatten(0, 1) for pages in self.value_pages]
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy the beginnings of pages to others, in all layers, and clear the rest of those.
+
+        All are read before any is written: see :class:`~triolet.engine.plan.StepPlan`.
+        """
+        size = self.block_size
+        sources: list[int] = []
+        targets: list[int] = []
+        rest: list[int] = []
+        for copy in copies:
+            sources.append(copy.source)
+            targets.append(copy.target)
+            rest += range(copy.target * size + copy.tokens, (copy.target + 1) * size)
+        source, target, slots = (
+            torch.tensor(numbers, dtype=torch.int64, device=self.device)
+            for numbers in (sources, targets, rest)
+        )
+        for pages in (self._keys, self._values):
+            pages.index_copy_(1, target, pages.index_select(1, source))
+        # They are another sequence's, and so may not be finite.
+        self.clear(slots)
+
+    def finite(self, slots: torch.Tensor) -> torch.Tensor:
+        """Whether all numbers in these slots, int64 ``[n]``, n > 0, are finite: bool ``[]``."""
+        extremes = [
+            extreme
+            for pages in (self._keys, self._values)
+            for extreme in pages.flatten(1, 2).index_select(1, slots).aminmax()
+        ]
+        return torch.stack(extremes).isfinite().all()
 
     def clear(self, slots: torch.Tensor) -> None:
         """Write zeros to these slots, int64 ``[n]``, in all layers."""

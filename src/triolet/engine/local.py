@@ -14,6 +14,7 @@ from triolet.engine.kv import bytes_per_block
 from triolet.engine.linear import pack_linear_layers
 from triolet.engine.logprobs import DEFAULT_MAX_LOGPROBS
 from triolet.engine.loop import Engine
+from triolet.engine.prefix import PrefixIndex
 from triolet.engine.runner import build_runner
 from triolet.engine.scheduler import Scheduler
 from triolet.engine.weights import LoadedWeights, load_model
@@ -43,6 +44,8 @@ class EngineOptions:
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
     #: Whether requests of a lower ``priority`` go first; else it means nothing.
     heed_priority: bool = False
+    #: Whether a prompt reuses what was computed of others that begin like it.
+    prefix_caching: bool = True
 
 
 @attrs.frozen(eq=False)
@@ -89,8 +92,9 @@ def load_engine(
         eos_token_ids=weights.eos_token_ids,
         max_logprobs=options.max_logprobs,
     )
+    index = PrefixIndex(options.block_size) if options.prefix_caching else None
     scheduler = Scheduler(
-        BlockPool(total_blocks=num_blocks, block_size=options.block_size),
+        BlockPool(total_blocks=num_blocks, block_size=options.block_size, index=index),
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=max_model_len,

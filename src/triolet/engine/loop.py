@@ -184,8 +184,9 @@ class Engine:
     def _drop_impossible(self, plan: StepPlan, result: StepSamples) -> list[RequestFailure]:
         """Abort whoever cannot go on, so that apply() drops its tokens and the request."""
         failed: dict[RequestId, RequestFailure] = {}
+        unsound = set(result.unsound_prompts)
         for request_id in sorted(result.unsound_prompts):
-            logger.error("Request %s has a prompt whose logits are not finite", request_id)
+            logger.error("Request %s has a prompt whose numbers are not finite", request_id)
             failed[request_id] = RequestFailure(request_id, _NOT_FINITE_FAILURE)
         sampling = [chunk for chunk in plan.chunks if chunk.samples]
         for chunk, sample in zip(sampling, result.samples, strict=True):
@@ -196,11 +197,13 @@ class Engine:
                 message = _NOTHING_LEFT_FAILURE
             elif token == NOT_FINITE:
                 message = _NOT_FINITE_FAILURE
-                logger.error(
-                    "Request %s got logits that are not finite, for choice %d",
-                    request_id,
-                    chunk.choice,
-                )
+                if request_id not in unsound:
+                    unsound.add(request_id)
+                    logger.error(
+                        "Request %s got logits that are not finite, for choice %d",
+                        request_id,
+                        chunk.choice,
+                    )
             else:
                 message = _ID_FAILURE
                 logger.error(
@@ -211,7 +214,7 @@ class Engine:
                 )
             failed.setdefault(request_id, RequestFailure(request_id, message))
         for request_id in failed:
-            self._scheduler.abort(request_id)
+            self._scheduler.abort(request_id, unsound=request_id in unsound)
         return list(failed.values())
 
 

@@ -73,8 +73,19 @@ class StepSamples:
     samples: tuple[Sample, ...]
     #: Per index of a chunk with ``scores_prompt``: one entry per prompt token it predicts.
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = attrs.field(factory=dict)
-    #: Requests whose prompts have log-probabilities that are not finite: they cannot go on.
+    #: Requests of whose prompts keys, values or log-probabilities are not finite: they cannot go
+    #: on. So what a step has computed of the others can be reused.
     unsound_prompts: frozenset[RequestId] = frozenset()
+
+
+@attrs.frozen
+class BlockCopy:
+    """The beginning of a block, in all layers, to where it is needed again."""
+
+    source: int
+    target: int
+    #: At least one, and less than a block has: ``target`` is written from there on.
+    tokens: int
 
 
 @attrs.frozen
@@ -84,6 +95,9 @@ class StepPlan:
     chunks: tuple[Chunk, ...]
     #: Requests of which no token was ever scheduled before this step.
     first_scheduled: tuple[RequestId, ...] = ()
+    #: Done before any chunk is computed. All sources are read before any target is written, or
+    #: one copy is done after the other in this order: the same comes of both.
+    copies: tuple[BlockCopy, ...] = ()
 
     @property
     def samples(self) -> int:

@@ -10,11 +10,20 @@ Rules
     *leads*.
 3.  Who is seated behind a leader shares the leader's blocks that the prompt fills, up to the one
     with the prompt's last token, which everyone computes to sample from. Those blocks must be
-    computed by then and are never written again. All other blocks have one owner.
+    computed by then and are never written again.
 4.  Who leaves or is unseated gives up its own blocks and its share in the others.
 5.  A leader that ends, or is ended, with nobody seated behind it leaves row and blocks to the
     next choice, with what is computed of the prompt, if that one needs no more: else a prompt
-    would be computed again just because its first choices were short.
+    would be computed again just because its first choices were short. Not so where it would write
+    to a block that others share; it has to find the rest in the index when its turn comes.
+6.  Where the pool has an index, a block becomes known as soon as it is full and computed, prompt
+    and output alike. If another with the same content is known already, that one takes its place.
+    The last one, that is not full, becomes known when its owner leaves or is unseated.
+7.  Who is seated shares all blocks known that its tokens begin with, but computes its last token;
+    and where a block known begins like its next tokens, it gets a copy of that part. Who has to
+    score its prompt computes it all.
+8.  A block is written by its one owner, and not any more once it is full. So what is shared is
+    not written.
 
 :meth:`Roster.check` holds the books against all of these.
 """
@@ -22,18 +31,33 @@ Rules
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import attrs
 
 from triolet.core import RequestId
 from triolet.engine.blocks import BlockPool
+from triolet.engine.plan import BlockCopy
+from triolet.engine.prefix import Place
 from triolet.engine.sequence import Sequence, SequenceStatus
 from triolet.engine.waiting import Waiting
 from triolet.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+
+
+@attrs.frozen(eq=False)
+class Share:
+    """What one that waits need not compute. It owns these blocks from now on."""
+
+    blocks: tuple[int, ...] = ()
+    #: Of the first of them, where the index has them.
+    places: list[Place] = attrs.field(factory=list)
+    #: The block behind them is copied up to here from another.
+    copied: int = 0
+    source: int = -1
 
 
 @attrs.define(eq=False)
@@ -63,9 +87,12 @@ class Roster:
         """How many blocks of its prompt the choices of a request share."""
         return (sequence.prompt_length - 1) // self.pool.block_size
 
-    def missing(self, sequence: Sequence) -> int:
-        """How many free blocks it takes to seat a sequence."""
-        shared = 0 if self.leader(sequence) is None else self.shareable(sequence)
+    def missing(self, sequence: Sequence, share: Share | None = None) -> int:
+        """How many free blocks it takes to seat a sequence; without a share, by its leader."""
+        if share is not None:
+            shared = len(share.blocks)
+        else:
+            shared = 0 if self.leader(sequence) is None else self.shareable(sequence)
         return self.pool.blocks_for(sequence.length) - shared
 
     def ready(self, sequence: Sequence) -> bool:
@@ -76,12 +103,17 @@ class Roster:
     def reclaimable(self, sequences: Collection[Sequence]) -> int:
         """How many blocks come free if these are unseated.
 
-        They must be all that run of each request among them. Counted by rule 3 and not block by
-        block: this may be asked in every step.
+        O(their blocks): to be asked where so many can be enough at all.
         """
-        shared = {s.id: self.shareable(s) for s in sequences}
-        own = sum(len(s.blocks) - shared[s.id] for s in sequences)
-        return own + sum(shared.values())
+        shares = Counter(chain.from_iterable(s.blocks for s in sequences))
+        return sum(self.pool.owners(block) == count for block, count in shares.items())
+
+    def within_reach(self, blocks: int, paused: Collection[Sequence]) -> bool:
+        """Whether so many are free, or would be without those paused."""
+        missing = blocks - self.pool.free_blocks
+        return missing <= 0 or (
+            missing <= sum(len(s.blocks) for s in paused) and missing <= self.reclaimable(paused)
+        )
 
     # Moves
 
@@ -90,19 +122,88 @@ class Roster:
         self.requests[sequences[0].id] = sequences
         self.waiting.open(sequences)
 
-    def seat(self, sequence: Sequence) -> None:
-        """Give one that waits a row and blocks, those of its leader where it has one.
+    def share(self, sequence: Sequence) -> Share:
+        """Take for one that waits what it need not compute; rules 3 and 7.
+
+        It is to be seated with it, or to give it back with :meth:`unshare`.
+        """
+        leader, index = self.leader(sequence), self.pool.index
+        led = 0 if leader is None else self.shareable(sequence)
+        blocks = () if leader is None else leader.blocks[:led]
+        places = [] if leader is None else leader.places[:led]
+        source, copied = None, 0
+        if index is not None and not sequence.scores_prompt:
+            salt, ids = sequence.request.cache_salt, sequence.token_ids(0, sequence.length)
+            path = index.match(salt, ids)
+            known = tuple(place.block for place in path)
+            if known[:led] == blocks:
+                blocks, places = known, path
+                source, copied = index.fork(salt, path, ids)
+        self.pool.share(blocks)
+        return Share(blocks, places, copied, -1 if source is None else source.block)
+
+    def unshare(self, share: Share | None) -> None:
+        """Undo :meth:`share`. No-op without one."""
+        if share is not None:
+            self.pool.free(share.blocks)
+
+    def seat(self, sequence: Sequence, share: Share) -> list[BlockCopy]:
+        """Give one that waits a row, and blocks besides those it shares.
+
+        Returns:
+            What the next step has to copy for it before it computes anything.
 
         Raises:
             EngineError: There is no row or too few blocks. Whoever asks has counted them.
         """
-        leader = self.leader(sequence)
-        shared = () if leader is None else leader.blocks[: self.shareable(sequence)]
-        own = self.pool.allocate(self.missing(sequence))
+        size = self.pool.block_size
+        own = self.pool.allocate(self.missing(sequence, share))
         if own is None or not self.free_rows:
             raise EngineError("A sequence was admitted without the row or the KV blocks for it.")
-        self.pool.share(shared)
-        self._run(sequence, shared + tuple(own), len(shared) * self.pool.block_size)
+        computed = len(share.blocks) * size + share.copied
+        self._run(sequence, share.blocks + tuple(own), computed, share.places)
+        return [BlockCopy(share.source, own[0], share.copied)] if share.copied else []
+
+    def learn(self, sequence: Sequence) -> None:
+        """Make known what a sequence has computed: rule 6."""
+        places, size = sequence.places, self.pool.block_size
+        if not self._teaches(sequence):
+            return
+        while (len(places) + 1) * size <= sequence.computed:
+            at = len(places)
+            ids = sequence.token_ids(at * size, (at + 1) * size)
+            last, block = places[-1] if places else None, sequence.blocks[at]
+            place = self.pool.enter(sequence.request.cache_salt, last, ids, block)
+            if place.block != block:
+                blocks = sequence.blocks
+                sequence.blocks = (*blocks[:at], place.block, *blocks[at + 1 :])
+            places.append(place)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Make known all that it has computed; rule 6. It writes to its blocks no more."""
+        self.learn(sequence)
+        places, index = sequence.places, self.pool.index
+        start = len(places) * self.pool.block_size
+        if index is None or not self._teaches(sequence) or sequence.computed - start < index.least:
+            return
+        block = sequence.blocks[len(places)]
+        if self.pool.owners(block) == 1:
+            ids = sequence.token_ids(start, sequence.computed)
+            index.enter(sequence.request.cache_salt, places[-1] if places else None, ids, block)
+
+    def _teaches(self, sequence: Sequence) -> bool:
+        """Whether what it computes becomes known: not so once its path was cut."""
+        places = sequence.places
+        cut = not sequence.sound or (places and not places[-1].alive)
+        return self.pool.index is not None and not cut
+
+    def unlearn(self, request_id: RequestId) -> None:
+        """Make unknown what a request has computed, but not what it has found."""
+        for sequence in self.requests[request_id]:
+            sequence.sound = False
+            own = sequence.places[sequence.found :]
+            if own and own[0].alive:
+                self.pool.forget(own[0])
 
     def unseat(self, sequence: Sequence) -> None:
         """Take row and blocks from one that runs; it waits in front of the queue, or is parked."""
@@ -120,17 +221,24 @@ class Roster:
         heir = None
         if rest and older is sequence and sequence.row is not None and rest[0].row is None:
             heir = rest[0]
+            # The step in which it was ended computed more than is known yet.
+            self.learn(sequence)
         needed = 0 if heir is None else self.pool.blocks_for(heir.length)
         blocks = sequence.blocks[:needed]
-        if heir is None or len(blocks) < needed:
+        # Of the prompt it need compute but the last token, and no block is known that it writes to.
+        computed = min(sequence.computed, sequence.prompt_length - 1)
+        begins = computed // self.pool.block_size
+        alone = all(self.pool.owners(block) == 1 for block in blocks[begins:])
+        if heir is None or len(blocks) < needed or not alone:
             self.remove(sequence)
             return
+        places, written = sequence.places[:begins], sequence.places[begins:]
+        if written and written[0].alive:
+            self.pool.forget(written[0])
         self.pool.share(blocks)
-        # All blocks are its own then, so of the prompt it need compute but the last token.
-        computed = min(sequence.computed, heir.prompt_length - 1)
         self.remove(sequence)
         self.parked.pop(heir, None)
-        self._run(heir, blocks, computed)
+        self._run(heir, blocks, computed, places)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence and free what it holds."""
@@ -161,22 +269,27 @@ class Roster:
                 del self.parked[sequence]
                 self.waiting.to_front(sequence)
 
-    def _run(self, sequence: Sequence, blocks: tuple[int, ...], computed: int) -> None:
+    def _run(
+        self, sequence: Sequence, blocks: tuple[int, ...], computed: int, places: list[Place]
+    ) -> None:
         self.waiting.discard(sequence)
         sequence.row = self.free_rows.pop()
         sequence.blocks = blocks
         sequence.computed = computed
+        sequence.places, sequence.found = places, len(places)
         sequence.status = SequenceStatus.RUNNING
         self.running[sequence] = None
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.row is None:
             return
+        self._leave(sequence)
         self.pool.free(sequence.blocks)
         self.free_rows.append(sequence.row)
         sequence.blocks = ()
         sequence.row = None
         sequence.computed = 0
+        sequence.places = []
         sequence.prompt_logprobs.clear()
 
     # The books
@@ -234,12 +347,17 @@ class Roster:
         for s in seated:
             yield s.blocks[:shared] != leader.blocks[:shared], f"{name} shares its prompt's blocks"
             yield (
-                any(self.pool.owners(b) != len(seated) for b in s.blocks[:shared]),
-                (f"{name} alone shares its prompt's blocks"),
+                any(self.pool.owners(b) < len(seated) for b in s.blocks[:shared]),
+                (f"{name} shares its prompt's blocks with all its choices"),
+            )
+            written = s.blocks[s.computed // self.pool.block_size :]
+            yield (
+                any(self.pool.owners(b) != 1 for b in written),
+                (f"{name} shares no block that is written"),
             )
             yield (
-                any(self.pool.owners(b) != 1 for b in s.blocks[shared:]),
-                (f"{name} shares no block that is written"),
+                self.pool.index is not None and any(b in self.pool.index for b in written),
+                (f"{name} writes to no block that is known"),
             )
             yield (
                 len(seated) > 1 and s.computed < shared * self.pool.block_size,

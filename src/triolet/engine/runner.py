@@ -16,11 +16,12 @@ from triolet.engine.prompt_scores import PromptScores
 from triolet.engine.sampler import Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from triolet.core import RequestId
     from triolet.engine.plan import StepPlan
 
 
@@ -75,6 +76,8 @@ class TorchRunner:
         if not plan.chunks:
             return StepSamples(samples=())
         with torch.inference_mode():
+            if plan.copies:
+                self._pool.copy(plan.copies)
             step = Step(plan.chunks, self._pool)
             last = step.last_tokens
             rows = [last[i] for i, chunk in enumerate(plan.chunks) if chunk.samples]
@@ -87,10 +90,38 @@ class TorchRunner:
             else:
                 logits = self._logits(step, rows)
                 prompt_logprobs, unsound = {}, frozenset()
+            prompts_are_fine = self._all_finite(step, plan)
             samples = self._sampler.sample(
                 logits, [chunk for chunk in plan.chunks if chunk.samples]
             )
+            if not prompts_are_fine:
+                unsound |= self._not_finite(step, plan)
         return StepSamples(tuple(samples), prompt_logprobs, unsound)
+
+    def _finite(self, step: Step, tokens: Sequence[int]) -> Tensor:
+        return self._pool.finite(step.slots[torch.tensor(tokens, device=self._model.device)])
+
+    def _all_finite(self, step: Step, plan: StepPlan) -> Tensor | bool:
+        """Whether the keys and values are that no sample speaks for.
+
+        A chunk's last token attends to itself, so that a token sampled from finite logits speaks
+        for that one; not for those before it, in a model with windows.
+        """
+        last = step.last_tokens
+        tokens = [
+            token
+            for i, chunk in enumerate(plan.chunks)
+            if len(chunk.token_ids) > 1 or not chunk.samples
+            for token in range(last[i] + 1 - len(chunk.token_ids), last[i] + 1)
+        ]
+        return self._finite(step, tokens) if tokens else True
+
+    def _not_finite(self, step: Step, plan: StepPlan) -> set[RequestId]:
+        return {
+            chunk.request_id
+            for chunk, last in zip(plan.chunks, step.last_tokens, strict=True)
+            if not self._finite(step, range(last + 1 - len(chunk.token_ids), last + 1))
+        }
 
     def _logits(self, step: Step, positions: list[int]) -> Tensor:
         keep = torch.tensor(positions, dtype=torch.int64, device=self._model.device)

@@ -10,8 +10,8 @@ Rules
     are not heeded), then its age: the order in which sequences were added, by choice within a
     request. It never changes. Of those that run, the first in rank goes first.
 3.  A running sequence holds one row, and the blocks of its known tokens. Both are counted:
-    no row, no block, no run. Choices share the blocks that their prompt fills (see
-    :mod:`~triolet.engine.roster`); a shared block is one block.
+    no row, no block, no run. Choices share the blocks that their prompt fills, and all share those
+    that they find computed (:mod:`~triolet.engine.roster`). A block that nobody holds is free.
 4.  One token budget per step. Decodes (one token left to compute) come first; then, by priority,
     prefills under way before admissions. A prefill that does not fit is cut and goes on in the
     next step; only its last chunk samples.
@@ -38,13 +38,18 @@ Rules
     ``max_tokens`` or ``max_model_len``, in this order; the first two not before ``min_tokens``.
 11. Choice 0 reports the prompt's log-probabilities, with its first output. It is the oldest of
     its request, so until then it shares nobody's blocks and computes the whole prompt itself.
-12. A tenant is charged for a prompt when its request begins, and for each output token
-    (:mod:`~triolet.engine.fairness`). What a preemption makes us compute again costs it nothing.
+12. A tenant is charged for what of a prompt is to be computed when its request begins, and for
+    each output token (:mod:`~triolet.engine.fairness`). What a preemption makes us compute again
+    costs it nothing.
+13. A step copies before it computes (:class:`~triolet.engine.plan.StepPlan`), so a block may be
+    handed out to be written in the very step that copies from it.
+14. A failed step loses all that is known. Numbers that are not finite lose what their request has
+    computed, not what it has found.
 
 Nobody of the lowest priority in use waits for ever; where none are heeded, that is everybody. The
 pool holds one sequence of ``max_model_len`` and the budget one token per row (both are checked at
-construction), and each preemption gives at least one block, as nobody's last block is shared: so by
-rule 6 the first in rank that runs goes on to its end. With nobody running, the head has no leader
+construction), and once all others are preempted all blocks are for it alone: so by rule 6 the first
+in rank that runs goes on to its end. With nobody running, the head has no leader
 to wait for and always fits. A choice passed over waits for a leader that runs and is not paused;
 that one becomes the first in rank in time, or is preempted, and then waits before those that wait
 for it and leads again. Who has begun comes in before others begin, so these are few, and all end.
@@ -61,8 +66,8 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from triolet.core import EngineStatistics, RequestId, TokenOutput
 from triolet.engine.blocks import BlockPool
+from triolet.engine.counts import Counts
 from triolet.engine.fairness import OUTPUT_WEIGHT
 from triolet.engine.limits import check_limits
 from triolet.engine.plan import Chunk, StepPlan
@@ -71,8 +76,8 @@ from triolet.engine.sequence import Sequence, SequenceStatus
 from triolet.errors import ContextLengthError, EngineError, InvalidRequestError
 
 if TYPE_CHECKING:
-    from triolet.core import EngineRequest
-    from triolet.engine.plan import StepSamples
+    from triolet.core import EngineRequest, EngineStatistics, RequestId, TokenOutput
+    from triolet.engine.plan import BlockCopy, StepSamples
 
 _priority = attrgetter("priority")
 _rank = attrgetter("priority", "arrival")
@@ -102,11 +107,7 @@ class Scheduler:
     # The step under way: who computes which chunk, in the order of the plan.
     _in_flight: dict[Sequence, Chunk] = attrs.field(factory=dict, init=False, repr=False)
     _arrivals: int = attrs.field(default=0, init=False)
-    _steps: int = attrs.field(default=0, init=False)
-    _preemptions: int = attrs.field(default=0, init=False)
-    _late_aborts: int = attrs.field(default=0, init=False)
-    _prompt_tokens: int = attrs.field(default=0, init=False)
-    _output_tokens: int = attrs.field(default=0, init=False)
+    _counts: Counts = attrs.field(factory=Counts, init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         check_limits(
@@ -143,12 +144,17 @@ class Scheduler:
             Sequence(request, age + i, choice=i, priority=priority) for i in range(request.n)
         ])
 
-    def abort(self, request_id: RequestId) -> bool:
-        """Drop a request; ``False``, and counted, where there is nothing to drop any more."""
+    def abort(self, request_id: RequestId, *, unsound: bool = False) -> bool:
+        """Drop a request; ``False``, and counted, where there is nothing to drop any more.
+
+        ``unsound``: its numbers are not finite; rule 14.
+        """
         sequences = self._living(request_id)
         if not sequences:
-            self._late_aborts += 1
+            self._counts.late_aborts += 1
             return False
+        if unsound:
+            self._roster.unlearn(request_id)
         for sequence in sequences:
             if sequence in self._in_flight:
                 sequence.status = SequenceStatus.DOOMED
@@ -168,7 +174,7 @@ class Scheduler:
                 else:
                     self._roster.retire(sequence)
                 return True
-        self._late_aborts += 1
+        self._counts.late_aborts += 1
         return False
 
     def pause(self, request_id: RequestId) -> bool:
@@ -214,7 +220,7 @@ class Scheduler:
         turn = self._grow_decodes(active, paused)
         prefills = [s for s in active if s.remaining > 1]
         budget = self.max_num_batched_tokens
-        admitted, first = self._admit(budget - len(turn), prefills, len(active), paused)
+        admitted, first, copies = self._admit(budget - len(turn), prefills, len(active), paused)
         # Stable: of one priority, those under way come first.
         turn += sorted(prefills + admitted, key=_priority)
 
@@ -227,7 +233,7 @@ class Scheduler:
         if not planned:
             return None
         self._in_flight = planned
-        self._plan = StepPlan(tuple(planned.values()), tuple(first))
+        self._plan = StepPlan(tuple(planned.values()), tuple(first), tuple(copies))
         return self._plan
 
     def apply(self, plan: StepPlan, result: StepSamples) -> list[TokenOutput]:
@@ -250,10 +256,12 @@ class Scheduler:
                 continue
             if chunk.scores_prompt:
                 sequence.prompt_logprobs += result.prompt_logprobs[index]
+            if len(chunk.token_ids) > 1 or not sequence.computed % self.pool.block_size:
+                self._roster.learn(sequence)
             if sample is not None:
                 outputs.append(sequence.accept(sample, self.eos_token_ids, self.max_model_len))
                 sequence.account.charge(OUTPUT_WEIGHT)
-                self._output_tokens += 1
+                self._counts.output_tokens += 1
                 if outputs[-1].finish is not None:
                     self._roster.retire(sequence)
         return outputs
@@ -276,32 +284,15 @@ class Scheduler:
             self._roster.remove(sequence)
         for sequence in sorted(self._roster.running, key=_rank, reverse=True):
             self._preempt(sequence)
+        self.pool.forget_all()
         return list(dropped)
 
     def statistics(self) -> EngineStatistics:
-        """Counts as of now.
+        """Counts as of now: sequences, each of them waiting, running or paused.
 
-        ``waiting``, ``running``, ``paused``, rows and preemptions count sequences, one for each
-        choice; each one held is in one of the first three. A shared block counts once, and so do a
-        request's ``prompt_tokens``, whatever its n.
+        A shared block and a request's prompt tokens count once.
         """
-        roster = self._roster
-        paused = sum(s.paused for s in roster.running)
-        return EngineStatistics(
-            steps=self._steps,
-            waiting=len(roster.waiting),
-            running=len(roster.running) - paused,
-            paused=len(roster.parked) + paused,
-            used_blocks=self.pool.used_blocks,
-            total_blocks=self.pool.total_blocks,
-            used_rows=self.max_num_seqs - len(roster.free_rows),
-            total_rows=self.max_num_seqs,
-            preemptions=self._preemptions,
-            late_aborts=self._late_aborts,
-            prompt_tokens=self._prompt_tokens,
-            output_tokens=self._output_tokens,
-            waiting_prompt_tokens=roster.waiting.prompt_tokens,
-        )
+        return self._counts.snapshot(self._roster)
 
     def check(self) -> None:
         """Hold the state against the rules. O(everything held): for tests and diagnosis.
@@ -325,6 +316,8 @@ class Scheduler:
     def _grow(self, sequence: Sequence, active: list[Sequence], paused: list[Sequence]) -> bool:
         """See to it that the blocks of a decode cover its last token."""
         missing = self.pool.blocks_for(sequence.length) - len(sequence.blocks)
+        if not missing:
+            return True
         while (blocks := self.pool.allocate(missing)) is None:
             if paused:
                 self._preempt(paused.pop())
@@ -337,15 +330,16 @@ class Scheduler:
 
     def _admit(
         self, budget: int, prefills: list[Sequence], active: int, paused: list[Sequence]
-    ) -> tuple[list[Sequence], list[RequestId]]:
+    ) -> tuple[list[Sequence], list[RequestId], list[BlockCopy]]:
         """Seat whoever comes next until budget, rows or blocks are spent.
 
         Returns:
-            Who came in, and the requests that begin thereby.
+            Who came in, the requests that begin thereby, and what is copied for them.
         """
         roster = self._roster
         admitted: list[Sequence] = []
         first: list[RequestId] = []
+        copies: list[BlockCopy] = []
         passed: list[Sequence] = []
         # Blocks to leave alone: one for each that runs, and what those passed over will take.
         claimed = active
@@ -353,10 +347,15 @@ class Scheduler:
         while (sequence := roster.waiting.head()) is not None:
             while ahead and ahead[0].priority <= sequence.priority:
                 budget -= ahead.popleft().remaining
-            wanted = claimed + roster.missing(sequence)
-            if budget <= 0 or not self._within_reach(wanted, len(passed) + 1, paused):
+            if budget <= 0 or len(passed) >= len(roster.free_rows) + len(paused):
                 break
-            if not roster.ready(sequence):
+            # Owned from here on, so that nobody who is preempted for it takes it along.
+            share = roster.share(sequence) if roster.ready(sequence) else None
+            wanted = claimed + roster.missing(sequence, share)
+            if not roster.within_reach(wanted, paused):
+                roster.unshare(share)
+                break
+            if share is None:
                 roster.waiting.discard(sequence)
                 passed.append(sequence)
                 claimed = wanted + 1
@@ -364,24 +363,25 @@ class Scheduler:
             # Preempted here, they are parked: the order of those that wait stays what it is.
             while wanted > self.pool.free_blocks or not roster.free_rows:
                 self._preempt(paused.pop())
-            roster.seat(sequence)
+            copies += roster.seat(sequence, share)
             admitted.append(sequence)
             if not sequence.begun:
-                roster.waiting.begin(roster.requests[sequence.id])
-                self._prompt_tokens += sequence.prompt_length
+                self._begin(sequence)
                 first.append(sequence.id)
             budget -= sequence.remaining
             claimed += 1
         for sequence in reversed(passed):
             roster.waiting.to_front(sequence)
-        return admitted, first
+        return admitted, first, copies
 
-    def _within_reach(self, blocks: int, rows: int, paused: list[Sequence]) -> bool:
-        """Whether so much is free, or would be without those paused."""
-        if rows > len(self._roster.free_rows) + len(paused):
-            return False
-        free = self.pool.free_blocks
-        return blocks <= free or blocks <= free + self._roster.reclaimable(paused)
+    def _begin(self, sequence: Sequence) -> None:
+        """Note that a request begins with this choice, which is seated."""
+        self._roster.waiting.begin(self._roster.requests[sequence.id])
+        self._counts.prompt_tokens += sequence.prompt_length
+        sequence.cached_tokens = sequence.computed
+        if self.pool.index is not None and not sequence.scores_prompt:
+            self._counts.prefix_queried_tokens += sequence.prompt_length
+            self._counts.prefix_hit_tokens += sequence.computed
 
     # Consequences
 
@@ -392,9 +392,9 @@ class Scheduler:
     def _step_over(self) -> dict[Sequence, Chunk]:
         planned, self._in_flight = self._in_flight, {}
         self._plan = None
-        self._steps += 1
+        self._counts.steps += 1
         return planned
 
     def _preempt(self, sequence: Sequence) -> None:
         self._roster.unseat(sequence)
-        self._preemptions += 1
+        self._counts.preemptions += 1

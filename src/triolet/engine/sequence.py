@@ -10,6 +10,7 @@ import attrs
 from triolet.core import EngineRequest, FinishReason, RequestId, TokenLogprobs, TokenOutput
 from triolet.engine.fairness import Account
 from triolet.engine.plan import Chunk
+from triolet.engine.prefix import Place
 from triolet.errors import EngineError
 
 if TYPE_CHECKING:
@@ -48,6 +49,14 @@ class Sequence:
     blocks: tuple[int, ...] = attrs.field(default=(), init=False)
     #: Tokens whose KV is in ``blocks``.
     computed: int = attrs.field(default=0, init=False)
+    #: Of its full blocks, in order, where the prefix index has them.
+    places: list[Place] = attrs.field(factory=list, init=False, repr=False)
+    #: How many of them were there when it was seated.
+    found: int = attrs.field(default=0, init=False)
+    #: Whether all that was computed is, as far as one knows, finite.
+    sound: bool = attrs.field(default=True, init=False)
+    #: Prompt tokens that needed no computing when its request began with it.
+    cached_tokens: int = attrs.field(default=0, init=False)
     row: int | None = attrs.field(default=None, init=False)
     status: SequenceStatus = attrs.field(default=SequenceStatus.WAITING, init=False)
     paused: bool = attrs.field(default=False, init=False)
@@ -107,11 +116,11 @@ class Sequence:
             choice=self.choice,
             prompt_ids=self.request.prompt_ids,
             output_ids=self.output_ids,
-            scores_prompt=self._scores_prompt and start < self.prompt_length - 1,
+            scores_prompt=self.scores_prompt and start < self.prompt_length - 1,
         )
 
     @property
-    def _scores_prompt(self) -> bool:
+    def scores_prompt(self) -> bool:
         """Whether the request's prompt log-probabilities are still for this sequence to give."""
         asked = self.request.sampling.prompt_logprobs is not None
         return asked and self.choice == 0 and not self.output_ids
@@ -128,7 +137,11 @@ class Sequence:
             finish, stop_token_id = FinishReason.STOP, token
         elif len(self.output_ids) >= sampling.max_tokens or self.length >= max_length:
             finish = FinishReason.LENGTH
-        prompt_logprobs, self.prompt_logprobs = tuple(self.prompt_logprobs), []
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        cached_tokens = 0
+        if len(self.output_ids) == 1:
+            prompt_logprobs, self.prompt_logprobs = tuple(self.prompt_logprobs), []
+            cached_tokens = self.cached_tokens
         return TokenOutput(
             self.id,
             (token,),
@@ -137,6 +150,7 @@ class Sequence:
             choice=self.choice,
             logprobs=() if sample.logprobs is None else (sample.logprobs,),
             prompt_logprobs=prompt_logprobs,
+            cached_tokens=cached_tokens,
         )
 
     def violations(self, block_size: int, max_length: int) -> Iterator[tuple[bool, str]]:
@@ -145,10 +159,17 @@ class Sequence:
         covered = len(self.blocks) * block_size
         idle = self.status is SequenceStatus.WAITING
         scores = len(self.prompt_logprobs)
-        due = min(self.computed, self.prompt_length - 1) if self._scores_prompt else 0
+        due = min(self.computed, self.prompt_length - 1) if self.scores_prompt else 0
         yield idle and self.row is not None, f"{name} waits without a row"
-        yield idle and bool(self.blocks or self.computed), f"{name} waits without KV"
+        yield idle and bool(self.blocks or self.computed or self.places), f"{name} waits without KV"
         yield not self.computed < self.length <= max_length, f"{name} has a token to go"
         yield covered < self.computed, f"{name} has blocks for its computed tokens"
         yield covered >= self.length + block_size, f"{name} has no block too many"
         yield scores != due, f"{name} has scores for the prompt tokens it has computed"
+        known = [place.block for place in self.places]
+        lives = [place.alive for place in self.places]
+        # Of a path that was cut, its own blocks go on being its own.
+        cut = lives.index(False) if False in lives else len(lives)
+        yield tuple(known[:cut]) != self.blocks[:cut], f"{name} owns the blocks of its path"
+        yield len(known) * block_size > self.computed, f"{name} has computed what is known of it"
+        yield any(lives[cut:]), f"{name} knows a path from its root"

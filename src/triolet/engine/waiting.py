@@ -93,10 +93,13 @@ class Waiting:
             self._stand(sequence)
 
     def begin(self, siblings: list[Sequence]) -> None:
-        """Note that a request begins, and charge it. Those that wait stay ahead of the others."""
+        """Note that a request begins, and charge it. Those that wait stay ahead of the others.
+
+        It begins with its first choice, which is seated: what that has to compute is charged.
+        """
         first = siblings[0]
         self.prompt_tokens -= first.prompt_length
-        first.account.charge(PROMPT_WEIGHT * first.prompt_length)
+        first.account.charge(PROMPT_WEIGHT * first.remaining)
         for sequence in siblings:
             waits = sequence in self._places
             self.discard(sequence)

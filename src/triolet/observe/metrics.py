@@ -154,6 +154,10 @@ _GAUGES = {
     "paused": ("triolet_engine_sequences_paused", "Sequences paused because their client lags."),
     "used_blocks": ("triolet_engine_kv_blocks_used", "KV cache blocks in use."),
     "total_blocks": ("triolet_engine_kv_blocks", "KV cache blocks there are."),
+    "cached_blocks": (
+        "triolet_engine_kv_blocks_cached",
+        "KV cache blocks not in use that hold what a later prompt may reuse.",
+    ),
     "used_rows": ("triolet_engine_batch_rows_used", "Rows of the batch in use."),
     "total_rows": ("triolet_engine_batch_rows", "Rows the batch has."),
 }
@@ -163,6 +167,14 @@ _COUNTERS = {
     "late_aborts": ("triolet_engine_late_aborts", "Aborts of requests no longer held: no-ops."),
     "prompt_tokens": ("triolet_engine_prompt_tokens", "Prompt tokens of scheduled requests."),
     "output_tokens": ("triolet_engine_output_tokens", "Tokens sampled."),
+    "prefix_queried_tokens": (
+        "triolet_engine_prefix_cache_queried_tokens",
+        "Prompt tokens of requests that looked for a computed beginning.",
+    ),
+    "prefix_hit_tokens": (
+        "triolet_engine_prefix_cache_hit_tokens",
+        "Of these, the ones that needed no computing.",
+    ),
 }
 
 

@@ -161,8 +161,8 @@ class RequestOutput:
     min_tokens: int = 0
     #: Per prompt, its ids, for detokenizers that look back; empty means that they need not.
     prompt_ids: tuple[Sequence[int], ...] = attrs.field(default=(), kw_only=True, repr=False)
-    #: Prompt tokens that needed no computing; whoever learns it sets it.
-    cached_tokens: int = attrs.field(default=0, kw_only=True)
+    #: Prompt tokens that needed no computing, of all prompts as far as the engine has told.
+    cached_tokens: int = attrs.field(default=0, init=False)
     #: Output tokens of reasoning; whoever learns it sets it.
     reasoning_tokens: int = attrs.field(default=0, kw_only=True)
     #: Whether the terminal event was handed out.
@@ -288,6 +288,7 @@ class RequestOutput:
 
     def _feed(self, output: TokenOutput, prompt: int) -> list[OutputEvent]:
         choice = self._choices[prompt][output.choice]
+        self.cached_tokens += output.cached_tokens
         if output.prompt_logprobs and prompt not in self._scored:
             self._scored.add(prompt)
             self._scores.append(PromptScored(prompt, output.prompt_logprobs))

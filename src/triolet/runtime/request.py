@@ -131,6 +131,11 @@ class RequestHandle:
         assert self.record is not None  # noqa: S101 - the event is set after it
         return self.record
 
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that needed no computing, as far as the engine has told."""
+        return self._output.cached_tokens
+
     async def take(self) -> list[tuple[int, OutputEvent]]:
         """See :meth:`triolet.stream.hub.StreamHub.take`."""
         return await self._hub.take()

@@ -112,6 +112,7 @@ def _policy(config: Config) -> Policy:
         max_n=config.max_n,
         max_logprobs=config.max_logprobs,
         priorities=config.scheduling_policy == "priority",
+        shared_prefixes=config.prefix_cache_scope == "server",
     )
 
 

@@ -78,7 +78,7 @@ class ChatEndpoint:
                 served,
                 words=words,
                 limit=limit,
-                default_seed=self.policy.default_seed,
+                policy=self.policy,
             ),
             text=text_options(request),
             answer=CompletionAnswer(

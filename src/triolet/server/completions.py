@@ -83,7 +83,7 @@ class CompletionsEndpoint:
                 served,
                 words=words,
                 limit=OutputLimit(request.token_limit, default=DEFAULT_MAX_TOKENS),
-                default_seed=self.policy.default_seed,
+                policy=self.policy,
             ),
             text=text_options(request),
             answer=CompletionAnswer(

@@ -107,6 +107,8 @@ class ChunkEncoder:
 
     answer: Answer
     usage: Usage
+    #: Prompt tokens that needed no computing; whoever learns it sets it.
+    cached_tokens: int = attrs.field(default=0, init=False)
     #: Whether nothing has been said yet but, at most, an error.
     silent: bool = attrs.field(default=True, init=False)
 
@@ -153,7 +155,7 @@ class ChunkEncoder:
         self.usage = Usage(
             before.prompt_tokens,
             before.output_tokens + len(delta.token_ids),
-            before.cached_tokens,
+            self.cached_tokens,
             before.reasoning_tokens,
         )
         for chunk in self.answer.chunks(delta, finish, self.usage):
@@ -192,6 +194,7 @@ async def write_event_stream(
             batch = await handle.take()
         events = [event for _, event in batch]
         terminal = events[-1] if events else None
+        encoder.cached_tokens = handle.cached_tokens
         payload = encoder.encode(events) if batch or not headers_sent else KEEPALIVE
         if isinstance(terminal, Failed) and not headers_sent and encoder.silent:
             return terminal.error

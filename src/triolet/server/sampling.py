@@ -34,6 +34,8 @@ class Policy:
     max_logprobs: int
     #: Whether the engine heeds `priority`.
     priorities: bool = False
+    #: Whether requests of different API keys reuse each other's computed prefixes.
+    shared_prefixes: bool = False
 
 
 @attrs.frozen

@@ -14,7 +14,7 @@ from triolet.errors import ContextLengthError, InvalidRequestError, ModelNotFoun
 from triolet.output.logprobs import Spelling
 from triolet.runtime.served import Served, TextOptions
 from triolet.server.answer import ShownPrompt, Wanted
-from triolet.server.sampling import EncodedWords, sampling_params
+from triolet.server.sampling import EncodedWords, Policy, sampling_params
 from triolet.wire.completions import CompletionRequest
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def engine_requests(
     *,
     words: EncodedWords,
     limit: OutputLimit,
-    default_seed: int | None,
+    policy: Policy,
 ) -> tuple[EngineRequest, ...]:
     """What the engine gets of a request: one of its own for each prompt.
 
@@ -176,7 +176,7 @@ def engine_requests(
         served: The model.
         words: What :func:`encode_words` read of the body.
         limit: Output tokens at most.
-        default_seed: Where the body has none; ``None`` draws one for each prompt.
+        policy: What the server's settings say.
 
     Raises:
         InvalidRequestError: A prompt is empty, an id is outside the vocabulary, or fields
@@ -184,7 +184,7 @@ def engine_requests(
         ContextLengthError: Prompt and output do not fit into the model's context.
     """
     request_id, tenant = scope["state"]["request_id"], scope["state"].get("tenant", "")
-    seed = default_seed if fields.seed is None else fields.seed
+    seed = policy.default_seed if fields.seed is None else fields.seed
     prompt_logprobs = _prompt_logprobs(fields, prompts)
     room = [_max_tokens(prompt, limit, served.info) for prompt in prompts]
     # The same for all prompts but for the two that are set below; checked for the tightest.
@@ -210,6 +210,8 @@ def engine_requests(
             n=fields.n,
             priority=fields.priority,
             tenant=tenant,
+            # No tenant's name has a colon, so no salt reaches another tenant's prefixes.
+            cache_salt=("" if policy.shared_prefixes else f"{tenant}:") + (fields.cache_salt or ""),
         )
         for number, (prompt, max_tokens) in enumerate(zip(prompts, room, strict=True))
     ]

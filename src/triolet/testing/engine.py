@@ -29,6 +29,7 @@ from triolet.core import (
 from triolet.engine.blocks import BlockPool
 from triolet.engine.loop import Engine
 from triolet.engine.plan import Sample, StepSamples
+from triolet.engine.prefix import PrefixIndex
 from triolet.engine.scheduler import Scheduler
 from triolet.errors import EngineDownError
 from triolet.prompt.bytelevel import BYTE_BOS_ID, BYTE_EOS_ID, ByteTokenizer
@@ -226,6 +227,8 @@ class ScriptedBackend:
     total_blocks: int = 16_384
     #: ``priority`` heeds what requests say of theirs.
     scheduling_policy: str = "fcfs"
+    #: Whether prompts that begin alike are computed once; scripts are as slow either way.
+    prefix_caching: bool = True
     #: Sampled ids at or above it fail their request in the engine; with ``None`` they go on to
     #: the text machine, which has to find them.
     vocab_size: int | None = None
@@ -250,7 +253,11 @@ class ScriptedBackend:
     def __attrs_post_init__(self) -> None:
         self._table = FaultTable(self.faults)
         self._runner = ScriptedRunner(self.scripts, self._table)
-        self._pool = BlockPool(total_blocks=self.total_blocks, block_size=self.block_size)
+        self._pool = BlockPool(
+            total_blocks=self.total_blocks,
+            block_size=self.block_size,
+            index=PrefixIndex(self.block_size) if self.prefix_caching else None,
+        )
         self._engine = Engine(
             Scheduler(
                 self._pool,

@@ -78,6 +78,8 @@ def _read_metadata(value: object) -> Mapping[str, str]:
 
 ModelName = Annotated[str, Length(1, MAX_NAME_CHARACTERS)]
 Label = Annotated[str, Length(0, MAX_LABEL_CHARACTERS)]
+#: As vLLM has it: an empty one is a mistake.
+CacheSalt = Annotated[str, Length(1, MAX_LABEL_CHARACTERS)]
 Metadata = Annotated[Mapping[str, str], ReadBy(_read_metadata)]
 #: Seconds; the server's own limit applies where it is lower.
 Seconds = Annotated[float, Within(0, low_open=True)]
@@ -120,7 +122,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = MappingProxyType({
     "truncate_prompt_tokens": (),
     "prompt_embeds": (),
     "kv_transfer_params": (),
-    "cache_salt": (),
     "store": (False,),
     "moderation": (),
 })
@@ -181,6 +182,7 @@ class GenerationFields:
     return_tokens_as_token_ids: bool = False
     timeout: Seconds | None = None
     priority: Priority = 0
+    cache_salt: CacheSalt | None = None
     user: Label | None = None
 
     def __attrs_post_init__(self) -> None:
