@@ -51,10 +51,11 @@ class Watched:
 
 
 @pytest.fixture
-def watched(monkeypatch):
+def watched():
     """Opens a server on a scripted backend that is watched; leaving it checks nothing."""
     # Pytest keeps what is logged, and a kept traceback keeps the request that it is of.
-    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
 
     @asynccontextmanager
     async def open_watched(backend: ScriptedBackend | None = None, config=None):
@@ -64,4 +65,5 @@ def watched(monkeypatch):
         async with open_server(served, config) as server:
             yield Watched(server, counting, Witness.of(server.runtime, counting))
 
-    return open_watched
+    yield open_watched
+    logging.disable(before)

@@ -214,8 +214,8 @@ MUTANTS = (
     Mutant(
         "free-a-block-twice",
         "triolet/engine/blocks.py",
-        "        self._free.extend(block for block in blocks if not self._owners[block])\n",
-        "        self._free.extend(blocks)\n",
+        "        unused = [block for block in blocks if not self._owners[block]]\n",
+        "        unused = list(blocks)\n",
         ("tests/engine/test_blocks.py",),
     ),
     Mutant(

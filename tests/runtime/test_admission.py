@@ -234,6 +234,7 @@ def counted(events, factor=1.0):
     return rate, now_s
 
 
+@pytest.mark.slow
 @given(EVENTS, st.integers(0, 10**6), st.integers(0, 10**6))
 def test_more_takes_no_less_time(events, amount, further):
     rate, now_s = counted(events)

@@ -21,6 +21,7 @@ def paths(draw):
     return path, draw(st.lists(st.sampled_from(Move)))
 
 
+@pytest.mark.slow
 @given(paths())
 def test_every_path_ends_in_exactly_one_end_which_absorbs_everything(drawn):
     path, late = drawn

@@ -353,6 +353,7 @@ def test_the_first_frame_over_the_limit_is_found_wherever_the_bytes_are_cut(leng
     assert allowed is all(length <= limit for length in lengths)
 
 
+@pytest.mark.slow
 async def test_a_frame_longer_than_allowed_ends_the_connection_with_its_header(autojump_clock):
     async with connected(silent) as served:
         client = H2Client(served.client)
