@@ -65,6 +65,7 @@ def in_eight_bits(model):
 
 @pytest.mark.slow
 def test_eight_bit_floats_load_on_the_cpu_as_what_they_stand_for(folder):
+    pytest.importorskip("accelerate", reason="transformers asks for it to load them")
     model = folder.model
     source = folder(
         {

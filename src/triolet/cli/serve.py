@@ -48,13 +48,13 @@ def run(config: Config) -> NoReturn:
     configure_logging(
         level=config.log_level, log_format=config.log_format, requests=config.access_log
     )
-    runtime = create_runtime(config)
-    early: list[int] = []
+    # One that comes before Trio listens waits: blocked, it is kept by Linux, ignored or not.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     for stop in STOP_SIGNALS:
-        # Until Trio listens nobody must miss one; and this is what Trio puts back when it is
-        # done, when one more must not kill the exit.
-        signal.signal(stop, lambda number, _: early.append(number))
-    failure = trio.run(_run, config, runtime, early)
+        # What Trio puts back when it is done: a stop signal more must not kill the exit.
+        signal.signal(stop, signal.SIG_IGN)
+    runtime = create_runtime(config)
+    failure = trio.run(_run, config, runtime)
     if isinstance(failure, StartupError):
         raise failure
     if failure is not None:
@@ -76,13 +76,12 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-async def _run(config: Config, runtime: Runtime, early: list[int]) -> Exception | None:
+async def _run(config: Config, runtime: Runtime) -> Exception | None:
     app = create_app(runtime, config)
     supervisor = Supervisor.found(os.environ, drain_timeout_s=config.drain_timeout)
     failure: Exception | None = None
     with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
-        for _ in early:
-            runtime.drain()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_drain_on_signals, signals, runtime, supervisor)
             try:
@@ -112,12 +111,17 @@ async def _drain_on_signals(
     signals: AsyncIterator[int], runtime: Runtime, supervisor: Supervisor | None
 ) -> None:
     async for received in signals:
-        again = "again: ending them now" if runtime.phase is Phase.DRAINING else "draining"
+        draining = runtime.phase is Phase.DRAINING
+        again = "again: ending them now" if draining else "draining"
         name = signal.Signals(received).name
         logger.info("%s: %s (%d requests)", name, again, runtime.live_requests)
         runtime.drain()
         if supervisor is not None:
             supervisor.tell(runtime)
+        if draining:
+            # All has been said, and each one more would interrupt the handler of the one before.
+            for stop in STOP_SIGNALS:
+                signal.signal(stop, signal.SIG_IGN)
 
 
 async def _announce(runtime: Runtime, address: str) -> None:
