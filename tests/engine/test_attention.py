@@ -171,9 +171,9 @@ def test_what_a_step_reads_is_computed_once_per_window():
 def test_pages_that_left_the_window_are_not_read():
     step = Step([chunk_of("a", 11, 1, [7, 8, 9])], pool_of(size=4))
 
-    assert step.views(None)[0].pages.tolist() == [7, 8, 9]
-    assert step.views(4)[0].pages.tolist() == [9]
-    assert step.views(5)[0].pages.tolist() == [8, 9]
+    assert step.views(None)[0][0].pages.tolist() == [7, 8, 9]
+    assert step.views(4)[0][0].pages.tolist() == [9]
+    assert step.views(5)[0][0].pages.tolist() == [8, 9]
 
 
 def call(**changes):

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import weakref
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402 - only where torch is
 
+from triolet.engine import linear  # noqa: E402 - only where torch is
 from triolet.engine.linear import PackedLinear, pack_linear_layers  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -52,3 +55,15 @@ def test_a_packed_layer_tells_its_dtype_and_poisons_whoever_computes_with_its_we
     layer = PackedLinear(nn.Linear(4, 6))
     assert (layer.weight.dtype, layer.weight.shape) == (torch.float32, (6, 4))
     assert (torch.ones(1, 4) @ layer.weight.T).isnan().all()
+
+
+def test_each_plain_layer_is_let_go_as_soon_as_it_is_packed(monkeypatch):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    layers = [weakref.ref(layer) for layer in model]
+    alive = []
+    monkeypatch.setattr(linear, "TRIM_BYTES", 1)
+    monkeypatch.setattr(
+        linear, "trim", lambda: alive.append(sum(layer() is not None for layer in layers))
+    )
+    assert pack_linear_layers(model) == 3
+    assert alive == [2, 1, 0]

@@ -7,6 +7,7 @@ cannot be meant, 3 a model that cannot be loaded or honoured.
 from __future__ import annotations
 
 import os
+from typing import Final
 
 import click
 
@@ -20,6 +21,9 @@ from triolet.errors import ConfigError, StartupError
 
 EXIT_USAGE = 2
 EXIT_STARTUP = 3
+#: Read once, when torch's OpenMP is loaded. Its threads wait asleep for one another, not spinning:
+#: where a core is not theirs alone, spinning made steps of two threads ten times as long.
+TORCH_ENVIRONMENT: Final = {"OMP_WAIT_POLICY": "passive"}
 
 
 class UsageRefusal(click.ClickException):
@@ -56,6 +60,8 @@ def _serve(*, print_config: bool, **params: object) -> None:
         if print_config:
             click.echo(as_toml(loaded), nl=False)
             return
+        for name, value in TORCH_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         # Trio, Hypercorn and the engine: `--help` and `--print-config` do not wait for them.
         from triolet.cli.serve import run  # noqa: PLC0415
 

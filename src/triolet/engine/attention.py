@@ -16,6 +16,7 @@ Rule 3. What depends on the step alone is computed once per step and distinct wi
 Rule 4. Pages are read whole and masked. What lies behind a sequence's last token is its own from an
 earlier step, or zero: a chunk that is the first to write to a page clears the rest of it, so that
 numbers which are not finite never pass from one sequence to the next.
+Rule 5. Decode rows are read in groups of like length (:mod:`~triolet.engine.grouping`).
 
 The paged layout follows Kwon et al., "Efficient Memory Management for Large Language Model
 Serving with PagedAttention" (SOSP 2023).
@@ -23,15 +24,16 @@ Serving with PagedAttention" (SOSP 2023).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
-import attrs
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from triolet.engine.grouping import group_rows
 from triolet.engine.scores import Scores
+from triolet.engine.views import DecodeView, PrefillView, Views
 from triolet.errors import EngineError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -58,35 +60,6 @@ _HARMLESS: Final = frozenset({
 })
 
 
-@attrs.frozen(eq=False)
-class _DecodeView:
-    """What the decode rows of a step read under one window."""
-
-    #: int64 ``[rows * pages]``, each row padded with its own last page.
-    pages: Tensor
-    #: How many positions of the gathered pages are read.
-    width: int
-    #: Additive, ``[rows, 1, 1, width]``; ``None`` where every row sees all of ``width``.
-    mask: Tensor | None
-
-
-@attrs.frozen(eq=False)
-class _PrefillView:
-    """What one prefill chunk of a step reads under one window."""
-
-    #: Its tokens are ``begin:end`` of the flattened row.
-    begin: int
-    end: int
-    #: int64 ``[pages]``; ``None`` where all that it sees was computed in this very step.
-    pages: Tensor | None
-    width: int
-    #: Additive, ``[end - begin, width]``; ``None`` means plainly causal.
-    mask: Tensor | None
-
-
-_Views: TypeAlias = "tuple[_DecodeView | None, list[_PrefillView]]"
-
-
 class Step:
     """One step's tokens and where their keys and values live.
 
@@ -100,9 +73,11 @@ class Step:
 
     def __init__(self, chunks: Sequence[Chunk], pool: KvPool) -> None:
         self.pool = pool
-        # Decode rows first: their queries are then one slice, without a gather.
+        # Decode rows first: their queries are then slices, without a gather. The longest of
+        # them first: those read together need little padding.
         self.order: list[int] = sorted(
-            range(len(chunks)), key=lambda i: len(chunks[i].token_ids) > 1
+            range(len(chunks)),
+            key=lambda i: (0, -chunks[i].start) if len(chunks[i].token_ids) == 1 else (1, 0),
         )
         self._chunks = [chunks[i] for i in self.order]
         self.decode_rows = sum(len(chunk.token_ids) == 1 for chunk in chunks)
@@ -131,7 +106,7 @@ class Step:
         self.cleared = self._tensor(cleared)
         #: Layers that have attended in this step.
         self.layers: set[int] = set()
-        self._views: dict[tuple[int | None, bool], _Views] = {}
+        self._views: dict[tuple[int | None, bool], Views] = {}
 
     @property
     def last_tokens(self) -> list[int]:
@@ -143,7 +118,7 @@ class Step:
             last[index] = end - 1
         return last
 
-    def views(self, window: int | None, *, causal_mask: bool = False) -> _Views:
+    def views(self, window: int | None, *, causal_mask: bool = False) -> Views:
         """What to read under ``window`` (``None``: everything), computed on first use.
 
         Args:
@@ -152,7 +127,7 @@ class Step:
         """
         key = window, causal_mask
         if key not in self._views:
-            decode = self._decode_view(window) if self.decode_rows else None
+            decode = self._decode_views(window)
             prefill = []
             begin = self.decode_rows
             for chunk in self._chunks[self.decode_rows :]:
@@ -161,14 +136,27 @@ class Step:
             self._views[key] = decode, prefill
         return self._views[key]
 
-    def _decode_view(self, window: int | None) -> _DecodeView:
+    def _decode_views(self, window: int | None) -> list[DecodeView]:
         size = self.pool.block_size
-        tables, firsts, lengths = [], [], []
+        firsts, tables, lengths = [], [], []
         for chunk in self._chunks[: self.decode_rows]:
             first = 0 if window is None else max(0, chunk.start + 1 - window) // size
             tables.append(chunk.blocks[first : chunk.start // size + 1])
             firsts.append(first * size)
             lengths.append(chunk.start + 1)
+        return [
+            self._decode_view(rows, tables[rows], firsts[rows], lengths[rows], window)
+            for rows in group_rows([len(table) for table in tables], self.pool)
+        ]
+
+    def _decode_view(
+        self,
+        rows: slice,
+        tables: list[tuple[int, ...]],
+        firsts: list[int],
+        lengths: list[int],
+        window: int | None,
+    ) -> DecodeView:
         # A row is padded with its own page: what it must not see may hold anything, so it
         # should at least be nobody else's.
         most = max(map(len, tables))
@@ -182,11 +170,11 @@ class Step:
             hidden |= position < length - window
         plain = window is None and min(lengths) == width
         mask = None if plain else self._additive(hidden)[:, None, None]
-        return _DecodeView(pages=self._tensor(pages), width=width, mask=mask)
+        return DecodeView(rows, self._tensor(pages), width, mask)
 
     def _prefill_view(
         self, chunk: Chunk, begin: int, window: int | None, *, causal_mask: bool
-    ) -> _PrefillView:
+    ) -> PrefillView:
         size = self.pool.block_size
         tokens = len(chunk.token_ids)
         end = chunk.start + tokens
@@ -203,7 +191,7 @@ class Step:
             if window is not None and not fits:
                 hidden |= key <= query - window
             mask = self._additive(hidden)
-        return _PrefillView(
+        return PrefillView(
             begin=begin, end=begin + tokens, pages=pages, width=end - first * size, mask=mask
         )
 
@@ -281,16 +269,15 @@ def _refuse_unknown(others: dict[str, object]) -> None:
 def _attend_to_pages(
     fresh: tuple[Tensor, Tensor, Tensor],
     pages: tuple[Tensor, Tensor],
-    views: _Views,
+    views: Views,
     scores: Scores,
 ) -> Tensor:
     """All tokens of the step, ``[T, heads, value_dim]``."""
     decode, prefill = views
     queries = fresh[0][0].transpose(0, 1)
     out = queries.new_empty(*queries.shape[:2], pages[1].shape[-1])
-    if decode is not None:
-        rows = prefill[0].begin if prefill else len(queries)
-        out[:rows] = _decode(queries[:rows], pages, decode, scores)
+    for group in decode:
+        out[group.rows] = _decode(queries[group.rows], pages, group, scores)
     for view in prefill:
         out[view.begin : view.end] = _prefill(fresh, pages, view, scores)
     return out
@@ -319,7 +306,7 @@ def _write(module: nn.Module, key: Tensor, value: Tensor, step: Step) -> tuple[T
 
 
 def _decode(
-    queries: Tensor, pages: tuple[Tensor, Tensor], view: _DecodeView, scores: Scores
+    queries: Tensor, pages: tuple[Tensor, Tensor], view: DecodeView, scores: Scores
 ) -> Tensor:
     """One query per row, ``[rows, heads, dim]``: gather the pages, then one batched product."""
     rows, heads, dim = queries.shape
@@ -339,7 +326,7 @@ def _decode(
 def _prefill(
     fresh: tuple[Tensor, Tensor, Tensor],
     pages: tuple[Tensor, Tensor],
-    view: _PrefillView,
+    view: PrefillView,
     scores: Scores,
 ) -> Tensor:
     """The queries of one chunk, ``[tokens, heads, dim]``: one product of their own."""

@@ -11,12 +11,16 @@ name, so where a torch has them not, the layers stay as they are.
 
 from __future__ import annotations
 
-import ctypes
-import sys
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+
+from triolet.engine.memory import trim
+
+#: Bytes of replaced weights after which their memory is given back, so that a model is never in
+#: memory twice.
+TRIM_BYTES: Final = 2**27
 
 
 class PackedLinear(nn.Module):
@@ -36,6 +40,8 @@ class PackedLinear(nn.Module):
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(  # noqa: SLF001 - see module
             linear.weight.detach(), None
         )
+        # The overload itself: a call of the packet looks for it anew.
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001 - see module
         # Some models ask for its dtype. One that computes with it gets NaN, which the check of
         # the logits at load refuses.
         self.weight = linear.weight.detach().new_full((), float("nan")).expand(linear.weight.shape)
@@ -44,9 +50,9 @@ class PackedLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Multiply: ``[..., in_features]`` to ``[..., out_features]``."""
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(  # noqa: SLF001 - see module
-            inputs, self._packed, self.bias, "none", [], ""
-        )
+        # Not through the attribute, which a module looks up the long way round.
+        bias = self._buffers["bias"]
+        output: Tensor = self._multiply(inputs, self._packed, bias, "none", [], "")
         return output
 
 
@@ -63,19 +69,23 @@ def pack_linear_layers(model: nn.Module) -> int:
     untyped: Any = torch.backends.mkldnn
     if not untyped.is_available() or not hasattr(operators, "_linear_pointwise"):
         return 0
-    replaced = 0
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            # Not isinstance: a subclass may compute something else.
-            if type(child) is nn.Linear and _fits(child.weight):
-                setattr(module, name, PackedLinear(child))
-                replaced += 1
-    if replaced and sys.platform == "linux":
-        # glibc keeps what was freed: half a gigabyte for SmolLM2. Other C libraries do not.
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
-    return replaced
+    # Not isinstance: a subclass may compute something else. Names, for whoever holds the layers
+    # themselves holds their weights too.
+    places = [
+        (module, name)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if type(child) is nn.Linear and _fits(child.weight)
+    ]
+    freed = 0
+    for module, name in places:
+        packed = PackedLinear(getattr(module, name))
+        setattr(module, name, packed)
+        freed += packed.weight.numel() * packed.weight.itemsize
+        if freed >= TRIM_BYTES:
+            trim()
+            freed = 0
+    return len(places)
 
 
 def _fits(weight: Tensor) -> bool:

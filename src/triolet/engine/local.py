@@ -14,6 +14,7 @@ from triolet.engine.kv import bytes_per_block
 from triolet.engine.linear import pack_linear_layers
 from triolet.engine.logprobs import DEFAULT_MAX_LOGPROBS
 from triolet.engine.loop import Engine
+from triolet.engine.memory import trim, use_huge_pages
 from triolet.engine.prefix import PrefixIndex
 from triolet.engine.runner import build_runner
 from triolet.engine.scheduler import Scheduler
@@ -101,6 +102,9 @@ def load_engine(
         eos_token_ids=weights.eos_token_ids,
         heed_priority=options.heed_priority,
     )
+    trim()
+    if weights.model.device.type == "cpu":
+        use_huge_pages()
     engine = Engine(scheduler, runner, vocab_size=weights.vocab_size)
     return LocalEngine(engine, weights, max_model_len)
 
