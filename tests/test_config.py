@@ -34,6 +34,7 @@ OTHER_VALUES = {
     "threads": "3",
     "max_num_seqs": "5",
     "max_num_batched_tokens": "100",
+    "quantization": "int8",
     "block_size": "32",
     "kv_cache_memory": "1048576",
     "enable_prefix_caching": "false",
@@ -140,6 +141,14 @@ def test_aliases_are_other_servers_names(tmp_path):
 
     assert config.served_model_name == ("a", "b")
     assert config.drain_timeout == 3
+
+
+def test_a_flag_of_one_letter_is_for_the_command_line_alone(tmp_path):
+    assert load_config(["-q", "int8"], {}).quantization == "int8"
+    for key in ("q", "-q"):
+        file = tmp_path / "triolet.yaml"
+        file.write_text(f"{key}: int8\n")
+        assert "no such setting" in refusal(["--config", str(file)]).message
 
 
 def test_the_model_may_stand_alone_or_behind_its_flag_but_not_be_two():

@@ -59,6 +59,7 @@ def test_every_file_is_named_for_a_noun():
     assert vague == []
 
 
+@pytest.mark.slow
 def test_every_module_says_what_it_is():
     silent = [
         name(path)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from triolet.config import Config
+    from triolet.engine.local import EngineOptions
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +83,27 @@ def _scripted(config: Config) -> Served:
     return serve_script(backend, names=config.served_model_name or ("scripted",))
 
 
+def _engine_options(config: Config) -> EngineOptions:
+    from triolet.engine.local import EngineOptions  # noqa: PLC0415 - an extra
+
+    return EngineOptions(
+        threads=config.threads,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        kv_cache_bytes=config.kv_cache_memory,
+        max_logprobs=config.max_logprobs,
+        heed_priority=config.scheduling_policy == "priority",
+        prefix_caching=config.enable_prefix_caching,
+        quantization=config.quantization,
+    )
+
+
 def _local(config: Config) -> Served:
     try:
         from triolet.engine.gguf import find_packaged_model  # noqa: PLC0415 - an extra
-        from triolet.engine.local import EngineOptions, load_engine  # noqa: PLC0415 - as above
+        from triolet.engine.local import load_engine  # noqa: PLC0415 - as above
         from triolet.prompt.huggingface import load_tokenizer  # noqa: PLC0415 - as above
     except ImportError as error:
         raise ModelLoadError(TORCH_HINT) from error
@@ -99,20 +117,9 @@ def _local(config: Config) -> Served:
             raise ModelLoadError(PACKAGED_MODEL_HINT)
         source, name = str(packaged.path), packaged.name
         logger.info("no model named: serving the packaged %s", packaged.name)
-    options = EngineOptions(
-        threads=config.threads,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        block_size=config.block_size,
-        kv_cache_bytes=config.kv_cache_memory,
-        max_logprobs=config.max_logprobs,
-        heed_priority=config.scheduling_policy == "priority",
-        prefix_caching=config.enable_prefix_caching,
-    )
     loaded = load_engine(
         source,
-        options,
+        _engine_options(config),
         progress=logger.info,
         dtype=config.dtype,
         device=config.device,
@@ -135,7 +142,7 @@ def _local(config: Config) -> Served:
             eos_token_ids=weights.eos_token_ids,
             created=int(time.time()),
             architecture=weights.architecture,
-            dtype=weights.dtype,
+            dtype=weights.dtype if config.quantization == "none" else config.quantization,
             device=weights.device,
             default_sampling=default_sampling({} if own is None else own.to_diff_dict()),
         ),

@@ -55,6 +55,14 @@ class EngineSettings:
         "large ones (2048) use a GPU well.",
         default_text=f"max-num-seqs + {PREFILL_TOKENS_PER_STEP}",
     )
+    quantization: str = setting(
+        "none",
+        choice("none", "int8"),
+        ENGINE,
+        help="int8 rounds weights and activations of linear layers to 8 bits in blocks of 32: "
+        "less memory and more speed on a CPU, slightly other logits.",
+        aliases=("-q",),
+    )
     block_size: int = setting(
         16,
         whole(most=1024),

@@ -127,7 +127,9 @@ def _from_file(path: str) -> dict[str, Given]:
     """What a TOML or YAML file sets. Keys are flag names, with dashes or underscores."""
     names = {setting.key: setting.name for setting in SETTINGS}
     for setting in SETTINGS:
-        names.update((alias.removeprefix("--"), setting.name) for alias in setting.aliases)
+        # A flag of one letter is for a command line.
+        words = (alias for alias in setting.aliases if alias.startswith("--"))
+        names.update((word.removeprefix("--"), setting.name) for word in words)
     values: dict[str, Given] = {}
     for key, raw in _read_file(path).items():
         name = names.get(str(key).replace("_", "-"))

@@ -175,7 +175,7 @@ def check_logits(model: PreTrainedModel) -> None:
 
 
 def _errors(model: PreTrainedModel, dtype: torch.dtype, seed: int) -> Tensor:
-    """Per position of both sequences: |ours - own| / |own - mean(own)|, as L2 norms."""
+    """The relative error of every position of both sequences."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     # A generator of its own: loading a model must not disturb anybody's random numbers.
     dice = torch.Generator().manual_seed(seed)
@@ -189,7 +189,35 @@ def _errors(model: PreTrainedModel, dtype: torch.dtype, seed: int) -> Tensor:
         own = torch.cat([_own_logits(model, row) for row in rows]).double()
     finally:
         model.set_attn_implementation(NAME)
-    error: Tensor = (ours - own).norm(dim=-1) / (own - own.mean(-1, keepdim=True)).norm(dim=-1)
+    return _relative(ours, own)
+
+
+@contextlib.contextmanager
+def little_changes_in(model: PreTrainedModel) -> Iterator[None]:
+    """Compare the logits before and after the weights of a model are rounded, inside.
+
+    Raises:
+        UnsupportedModelError: They differ by more than rounding explains.
+    """
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    dice = torch.Generator().manual_seed(_CHECK_SEEDS[0])
+    ids = torch.randint(0, vocabulary, (2, _CHECK_TOKENS), generator=dice).tolist()
+    with torch.no_grad():
+        before = torch.cat(_paged_logits(model, ids, model.dtype)).double()
+        yield
+        after = torch.cat(_paged_logits(model, ids, model.dtype)).double()
+    error = float(_relative(after, before).median())
+    # Not ">", which would let NaN pass.
+    if not error <= _ROUGH_TOLERANCE:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes other logits with rounded weights than without "
+            f"(relative error {error:.1e})."
+        )
+
+
+def _relative(got: Tensor, own: Tensor) -> Tensor:
+    """Per position: |got - own| / |own - mean(own)|, as L2 norms."""
+    error: Tensor = (got - own).norm(dim=-1) / (own - own.mean(-1, keepdim=True)).norm(dim=-1)
     return error
 
 

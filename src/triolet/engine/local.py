@@ -8,8 +8,9 @@ import attrs
 import psutil
 import torch
 
-from triolet.engine.architecture import check_architecture
+from triolet.engine.architecture import check_architecture, check_logits, little_changes_in
 from triolet.engine.blocks import BlockPool
+from triolet.engine.int8 import check_quantizable, quantize_linear_layers
 from triolet.engine.kv import bytes_per_block
 from triolet.engine.linear import pack_linear_layers
 from triolet.engine.logprobs import DEFAULT_MAX_LOGPROBS
@@ -23,6 +24,8 @@ from triolet.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from transformers import PreTrainedModel
 
 #: Share of the memory free after loading that the KV cache takes where no size was given.
 #: A CPU shares its memory with everything else on the machine, a GPU rarely does.
@@ -47,6 +50,8 @@ class EngineOptions:
     heed_priority: bool = False
     #: Whether a prompt reuses what was computed of others that begin like it.
     prefix_caching: bool = True
+    #: ``none``, or ``int8``: linear layers of 8 bits, on the CPU.
+    quantization: str = "none"
 
 
 @attrs.frozen(eq=False)
@@ -79,11 +84,14 @@ def load_engine(
     max_model_len = _model_length(options, weights)
     check_architecture(weights.model)
     # After the facts have been read of the plain layers, before the check that runs them.
+    rounded = options.quantization == "int8"
+    if rounded:
+        _quantize(weights.model, progress)
     pack_linear_layers(weights.model)
     num_blocks = _num_blocks(options, weights, max_model_len)
     progress(
-        f"Checking the model against transformers; KV cache of "
-        f"{num_blocks * options.block_size:,} tokens"
+        ("" if rounded else "Checking the model against transformers; ")
+        + f"KV cache of {num_blocks * options.block_size:,} tokens"
     )
     runner = build_runner(
         weights.model,
@@ -92,6 +100,7 @@ def load_engine(
         max_num_seqs=options.max_num_seqs,
         eos_token_ids=weights.eos_token_ids,
         max_logprobs=options.max_logprobs,
+        checked=rounded,
     )
     index = PrefixIndex(options.block_size) if options.prefix_caching else None
     scheduler = Scheduler(
@@ -107,6 +116,15 @@ def load_engine(
         use_huge_pages()
     engine = Engine(scheduler, runner, vocab_size=weights.vocab_size)
     return LocalEngine(engine, weights, max_model_len)
+
+
+def _quantize(model: PreTrainedModel, progress: Callable[[str], None]) -> None:
+    check_quantizable(model)
+    progress("Checking the model against transformers before its weights are rounded")
+    check_logits(model)
+    with little_changes_in(model):
+        count = quantize_linear_layers(model, progress=progress)
+    progress(f"Quantized {count} linear layers to int8")
 
 
 def _model_length(options: EngineOptions, weights: LoadedWeights) -> int:

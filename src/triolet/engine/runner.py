@@ -195,6 +195,7 @@ def build_runner(
     max_num_seqs: int,
     eos_token_ids: frozenset[int] = frozenset(),
     max_logprobs: int = DEFAULT_MAX_LOGPROBS,
+    checked: bool = False,
 ) -> TorchRunner:
     """Check a loaded model, warm it up and make its runner. The model is the runner's from now on.
 
@@ -206,6 +207,7 @@ def build_runner(
         max_num_seqs: Rows of the batch.
         eos_token_ids: The model's end-of-sequence ids, for ``min_tokens``.
         max_logprobs: Most likely ids reported per token at most.
+        checked: Whether its logits have been compared before its weights were rounded.
 
     Raises:
         UnsupportedModelError: The engine would not compute this model as transformers does.
@@ -213,7 +215,8 @@ def build_runner(
     check_architecture(model)
     untyped: Any = model  # transformers decorates eval() out of its types
     untyped.eval()
-    check_logits(model)
+    if not checked:
+        check_logits(model)
     return TorchRunner(
         model,
         num_blocks=num_blocks,
