@@ -39,6 +39,8 @@ OTHER_VALUES = {
     "kv_cache_memory": "1048576",
     "enable_prefix_caching": "false",
     "prefix_cache_scope": "server",
+    "gpu_memory_utilization": "0.5",
+    "enforce_eager": "true",
     "max_num_queued_reqs": "9",
     "max_num_queued_tokens": "4096",
     "scheduling_policy": "priority",
@@ -82,7 +84,7 @@ def refusal(argv=(), environ=None):
 
 def flags_for(setting):
     if setting.read.switch:
-        return [f"--no-{setting.key}"]
+        return [setting.flag if OTHER_VALUES[setting.name] == "true" else f"--no-{setting.key}"]
     return [setting.flag, OTHER_VALUES[setting.name]]
 
 
@@ -367,7 +369,7 @@ def test_printed_settings_say_where_they_came_from(tmp_path):
     assert f"\nport = 1  # file {file}\n" in text
     assert '\nhost = "::1"  # command line --host\n' in text
     assert "\nkeepalive = 3.0  # environment TRIOLET_KEEPALIVE\n" in text
-    assert "\nblock-size = 16  # default\n" in text
+    assert "\nmax-num-seqs = 32  # default\n" in text
     assert tomllib.loads(text)["port"] == 1
 
 

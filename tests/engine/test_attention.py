@@ -5,6 +5,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import attrs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine.tiny_models import WINDOW, build, greedy
@@ -152,6 +153,17 @@ def test_the_last_token_of_each_chunk_is_found_in_the_order_given():
     # b, d, then a, c.
     assert step.position_ids.tolist() == [[5, 0, 0, 1, 2, 0, 1]]
     assert step.last_tokens == [4, 0, 6, 1]
+
+
+def test_rows_that_are_sampled_from_come_first_and_of_them_the_longest():
+    chunks = [
+        attrs.evolve(chunk_of("a", 7, 1, [0, 1]), samples=False),
+        chunk_of("b", 0, 2, [2]),
+        chunk_of("c", 1, 1, [3]),
+        chunk_of("d", 5, 1, [4, 5]),
+    ]
+
+    assert Step(chunks, pool_of()).order == [3, 2, 0, 1]
 
 
 @pytest.mark.parametrize("chunk", [chunk_of("a", 3, 2, [0]), chunk_of("a", 0, 0, [0])])

@@ -12,6 +12,7 @@ from tests.engine.test_runner import chunk_of
 from tests.engine.tiny_models import FAMILIES, Request, build, drive, greedy, prompt
 
 from triolet.core import EngineRequest, RequestId, SamplingParams
+from triolet.engine import kv
 from triolet.engine.blocks import BlockPool
 from triolet.engine.kv import KvPool, KvShape
 from triolet.engine.loop import Engine
@@ -209,6 +210,31 @@ def test_a_copy_moves_the_beginning_of_a_page_in_all_layers_and_clears_the_rest(
             assert (now[:, untouched] == then[:, untouched]).all()
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 9])
+def test_copies_in_parts_are_the_same(at_once, monkeypatch):
+    shape = KvShape(3, 2, 4, 3)
+    size = {"num_blocks": 9, "block_size": SIZE, "dtype": torch.float32}
+    pools = [KvPool(shape, **size, device=torch.device("cpu"), spare=1) for _ in range(2)]
+    for pool in pools:
+        for pages in (pool._keys, pool._values):
+            pages.copy_(torch.arange(pages.numel()).view(pages.shape) + 1)
+    copies = [BlockCopy(1, 4, 3), BlockCopy(2, 3, 1), BlockCopy(0, 1, 2), BlockCopy(2, 5, 1)]
+    pools[0].copy(copies)
+
+    calls = []
+    whole = KvPool._copy
+    monkeypatch.setattr(kv, "COPIED_BYTES", at_once * 3 * SIZE * 2 * 4 * 4)
+    monkeypatch.setattr(KvPool, "_copy", lambda *args: (calls.append(len(args[1])), whole(*args)))
+    pools[1].copy(copies)
+
+    assert calls == {1: [1, 1, 1, 1], 2: [2, 2], 9: [4]}[at_once]
+    assert all(
+        (one == other).all() for one, other in zip(pools[0].keys, pools[1].keys, strict=True)
+    )
+    assert (pools[0]._values == pools[1]._values).all()
+    assert pools[0].dummy_page == 9
+
+
 @pytest.fixture
 def poisoned(subjects):
     """A runner whose model computes NaN wherever POISON is in the prompt."""
@@ -287,6 +313,20 @@ def test_the_runner_names_whose_prompt_is_not_finite_before_it_samples(poisoned,
         chunk_of("bad", token_ids=(POISON, *SHARED)[:bad], blocks=(2, 3), samples=False, row=1),
     ))
     assert poisoned.run(plan).unsound_prompts == {"bad"}
+
+
+@pytest.mark.parametrize("bad", [1, 3])
+def test_so_it_does_beside_others_that_are_sampled_from(poisoned, bad):
+    """The check looks at one run of slots: behind the rows that decode, whatever came first."""
+    others = {
+        name: chunk_of(name, token_ids=SHARED[:tokens], blocks=(2 * row, 2 * row + 1), row=row)
+        for row, (name, tokens) in enumerate([("long", 5), ("short", 1)])
+    }
+    named = {"token_ids": (POISON, *SHARED)[:bad], "blocks": (6, 7), "samples": False, "row": 2}
+    plan = StepPlan((chunk_of("bad", **named), *others.values()))
+    result = poisoned.run(plan)
+    assert result.unsound_prompts == {"bad"}
+    assert min(sample.token_id for sample in result.samples) >= 0
 
 
 def test_a_failed_step_forgets_what_the_pool_has_lost(subjects):

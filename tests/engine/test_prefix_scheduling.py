@@ -52,8 +52,11 @@ def begins(plans):
     return starts
 
 
-def test_800_tokens_of_822_are_reused_though_they_end_within_a_block():
-    sched = scheduler(blocks=128, block_size=16, budget=64, max_model_len=1024)
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_800_tokens_of_822_are_reused_though_they_end_within_a_block(block_size):
+    """Blocks as on a CPU, and as on a GPU."""
+    blocks = 2048 // block_size
+    sched = scheduler(blocks=blocks, block_size=block_size, budget=64, max_model_len=1024)
     shared = range(1, 801)
     for tail in (7, 9, 11):  # 807 and so on: not a whole number of blocks
         prompt = (*shared, *range(1000, 1000 + tail))

@@ -191,6 +191,13 @@ def test_numbers_that_are_not_finite_are_those_of_their_request_alone(poisoned, 
     assert tokens_of(poisoned, reuse) == [llama.expected[5][0]]
 
 
+def test_a_lone_token_of_a_prompt_is_looked_at_however_long_the_prompt_is(poisoned):
+    bad = chunk_of("bad", token_ids=(POISON,), start=5, blocks=(0, 1), samples=False)
+    good = chunk_of("good", token_ids=(5,), start=1, blocks=(2,), row=1)
+
+    assert poisoned.run(StepPlan(chunks=(bad, good))).unsound_prompts == {"bad"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("aborted", [False, True], ids=["sampled", "aborted in its prompt"])
 def test_a_request_of_bad_numbers_fails_and_others_on_its_blocks_do_not_notice(

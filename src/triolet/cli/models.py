@@ -93,6 +93,8 @@ def _engine_options(config: Config) -> EngineOptions:
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=config.block_size,
         kv_cache_bytes=config.kv_cache_memory,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        enforce_eager=config.enforce_eager,
         max_logprobs=config.max_logprobs,
         heed_priority=config.scheduling_policy == "priority",
         prefix_caching=config.enable_prefix_caching,

@@ -7,7 +7,15 @@ import os
 import attrs
 
 from triolet.config.setting import setting
-from triolet.config.values import byte_count, choice, seconds, switch, token_count, whole
+from triolet.config.values import (
+    byte_count,
+    choice,
+    seconds,
+    share,
+    switch,
+    token_count,
+    whole,
+)
 
 ENGINE = "Engine"
 
@@ -63,11 +71,12 @@ class EngineSettings:
         "less memory and more speed on a CPU, slightly other logits.",
         aliases=("-q",),
     )
-    block_size: int = setting(
-        16,
+    block_size: int | None = setting(
+        None,
         whole(most=1024),
         ENGINE,
-        help="Tokens in one block of the KV cache.",
+        help="Tokens in one block of the KV cache. On a GPU, only multiples of 256 are fast.",
+        default_text="16, on a GPU 256",
     )
     kv_cache_memory: int | None = setting(
         None,
@@ -88,6 +97,20 @@ class EngineSettings:
         ENGINE,
         help="Whose prompts share it: those of one API key, or all of the server. Across keys, "
         "who measures time can find out what others have asked.",
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        share(),
+        ENGINE,
+        help="Share of a GPU's memory that may be in use once the KV cache is there; what the "
+        "model needs to compute is measured and left alone. --kv-cache-memory goes before it.",
+    )
+    enforce_eager: bool = setting(
+        default=False,
+        read=switch(),
+        group=ENGINE,
+        help="Run every step on a GPU kernel by kernel, instead of recording decode steps as CUDA "
+        "graphs: slower, with less memory and a faster start.",
     )
     max_num_queued_reqs: int = setting(
         256,

@@ -136,6 +136,18 @@ def milliseconds() -> Reader[float]:
     return Reader(read, "MS")
 
 
+def share() -> Reader[float]:
+    """A part of a whole: more than 0, at most 1."""
+
+    def read(raw: object) -> float:
+        value = _number(raw)
+        if not 0 < value <= 1:  # NaN is in no range
+            raise ValueError(f"must be a number above 0 and at most 1, not {shown(raw)}")
+        return value
+
+    return Reader(read, "SHARE")
+
+
 def switch() -> Reader[bool]:
     """On or off."""
 

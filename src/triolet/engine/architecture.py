@@ -20,10 +20,12 @@ import torch
 from torch.nn.functional import linear
 
 from triolet.core import RequestId, SamplingParams
-from triolet.engine.attention import NAME, Step, compute_logits
+from triolet.engine.attention import NAME
+from triolet.engine.forward import compute_logits
 from triolet.engine.kv import KvPool, KvShape
 from triolet.engine.linear import PackedLinear
 from triolet.engine.plan import Chunk
+from triolet.engine.varlen import CUDA_PAGE, step_kind
 from triolet.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -307,11 +309,14 @@ def _is_plain_linear(module: torch.nn.Module) -> bool:
 def _paged_logits(model: PreTrainedModel, ids: list[list[int]], dtype: torch.dtype) -> list[Tensor]:
     """All logits of both sequences, computed together in steps: ``[tokens, vocabulary]`` each."""
     shape = KvShape.of(model.config)
-    pages = _CHECK_TOKENS // _CHECK_PAGE
+    # On a GPU in half precision as it will be served: with the kernel that wants large pages.
+    half = model.device.type == "cuda" and dtype != torch.float32
+    size = CUDA_PAGE if half else _CHECK_PAGE
+    pages = -(-_CHECK_TOKENS // size)
     pool = KvPool(
         shape,
         num_blocks=2 * pages,
-        block_size=_CHECK_PAGE,
+        block_size=size,
         dtype=dtype,
         device=model.device,
     )
@@ -324,7 +329,7 @@ def _paged_logits(model: PreTrainedModel, ids: list[list[int]], dtype: torch.dty
             _chunk(i, ids[i][starts[i] : starts[i] + lengths[i]], starts[i], tables[i])
             for i in range(2)
         ]
-        step = Step(chunks, pool)
+        step = step_kind(pool)(chunks, pool)
         total = sum(lengths)
         # Backwards, so that a model that misreads the index shows it.
         keep = torch.arange(total - 1, -1, -1, device=model.device)

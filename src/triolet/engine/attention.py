@@ -24,7 +24,7 @@ Serving with PagedAttention" (SOSP 2023).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from transformers import AttentionInterface
 
 from triolet.engine.grouping import group_rows
 from triolet.engine.scores import Scores
+from triolet.engine.transfer import to_device
 from triolet.engine.views import DecodeView, PrefillView, Views
 from triolet.errors import EngineError, UnsupportedModelError
 
@@ -73,12 +74,8 @@ class Step:
 
     def __init__(self, chunks: Sequence[Chunk], pool: KvPool) -> None:
         self.pool = pool
-        # Decode rows first: their queries are then slices, without a gather. The longest of
-        # them first: those read together need little padding.
-        self.order: list[int] = sorted(
-            range(len(chunks)),
-            key=lambda i: (0, -chunks[i].start) if len(chunks[i].token_ids) == 1 else (1, 0),
-        )
+        # Decode rows first: their queries are then slices, without a gather.
+        self.order: list[int] = sorted(range(len(chunks)), key=lambda i: _rank(chunks[i]))
         self._chunks = [chunks[i] for i in self.order]
         self.decode_rows = sum(len(chunk.token_ids) == 1 for chunk in chunks)
         size = pool.block_size
@@ -97,13 +94,17 @@ class Step:
             if chunk.start <= page * size:
                 begin = chunk.blocks[page] * size
                 cleared += range(begin + used + 1, begin + size)
+        sampled = [i for i, chunk in zip(self.last_tokens, chunks, strict=True) if chunk.samples]
+        placed = self._place([ids, positions, slots, cleared, sampled])
         #: int64 ``[1, T]`` each.
-        self.input_ids = self._tensor(ids).unsqueeze(0)
-        self.position_ids = self._tensor(positions).unsqueeze(0)
+        self.input_ids = placed[0].unsqueeze(0)
+        self.position_ids = placed[1].unsqueeze(0)
         #: int64 ``[T]``: where each token's key and value go.
-        self.slots = self._tensor(slots)
+        self.slots = placed[2]
         #: int64: the rest of the pages that the step is the first to write to; rule 4.
-        self.cleared = self._tensor(cleared)
+        self.cleared = placed[3]
+        #: int64: the last tokens of the chunks that sample, in the order given.
+        self.sampled = placed[4]
         #: Layers that have attended in this step.
         self.layers: set[int] = set()
         self._views: dict[tuple[int | None, bool], Views] = {}
@@ -117,6 +118,24 @@ class Step:
             end += len(chunk.token_ids)
             last[index] = end - 1
         return last
+
+    def attend(
+        self,
+        fresh: tuple[Tensor, Tensor, Tensor],
+        pages: tuple[Tensor, Tensor],
+        window: int | None,
+        scores: Scores,
+    ) -> Tensor:
+        """One layer, all tokens, ``[T, heads, value_dim]``, once the pool has their keys.
+
+        Args:
+            fresh: Queries, keys and values of the step's tokens, ``[1, heads, T, dim]`` each.
+            pages: The layer's pages of keys and of values.
+            window: As ``sliding_window`` in :func:`attend`.
+            scores: What becomes of the products of queries and keys.
+        """
+        views = self.views(window, causal_mask=not scores.plain)
+        return _attend_to_pages(fresh, pages, views, scores)
 
     def views(self, window: int | None, *, causal_mask: bool = False) -> Views:
         """What to read under ``window`` (``None``: everything), computed on first use.
@@ -195,13 +214,29 @@ class Step:
             begin=begin, end=begin + tokens, pages=pages, width=end - first * size, mask=mask
         )
 
+    def _place(self, lists: list[list[int]]) -> tuple[Tensor, ...]:
+        """The lists as int64 tensors on the device: in one copy, whatever their number."""
+        numbers = self._tensor([number for numbers in lists for number in numbers])
+        return numbers.split_with_sizes([len(numbers) for numbers in lists])
+
     def _tensor(self, numbers: Sequence[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self.pool.device)
+        return to_device(numbers, self.pool.device)
 
     def _additive(self, hidden: Tensor) -> Tensor:
         # Additive in the model's dtype: SDPA would convert a boolean mask anew in every layer.
         mask = torch.zeros(hidden.shape, dtype=self.pool.dtype, device=hidden.device)
         return mask.masked_fill_(hidden, float("-inf"))
+
+
+def _rank(chunk: Chunk) -> tuple[int, bool, int]:
+    """What a step orders its chunks by; of equal ones, those given first are first.
+
+    Of the decode rows those come first that are sampled from: the runner checks the keys of all
+    other tokens, in one slice. Of either the longest: those read together need little padding.
+    """
+    if len(chunk.token_ids) > 1:
+        return 1, False, 0
+    return 0, not chunk.samples, -chunk.start
 
 
 def attend(  # noqa: PLR0913 - the signature is transformers'
@@ -253,8 +288,7 @@ def attend(  # noqa: PLR0913 - the signature is transformers'
     _refuse_unknown(others)
     scores = Scores(scaling, softcap, s_aux)
     pages = _write(module, key, value, triolet_step)
-    views = triolet_step.views(sliding_window, causal_mask=not scores.plain)
-    out = _attend_to_pages((query, key, value), pages, views, scores)
+    out = triolet_step.attend((query, key, value), pages, sliding_window, scores)
     return out.unsqueeze(0), None
 
 
@@ -354,30 +388,6 @@ def _gather(pool: Tensor, pages: Tensor, rows: int, width: int) -> Tensor:
     kv_heads, dim = pool.shape[2:]
     gathered = pool.index_select(0, pages).view(rows, -1, kv_heads, dim)
     return gathered[:, :width].transpose(1, 2)
-
-
-def compute_logits(model: Any, step: Step, keep: Tensor) -> Tensor:  # noqa: ANN401 - untyped models
-    """Run the model over a step.
-
-    Args:
-        model: A transformers causal language model whose attention implementation is ours.
-        step: What to compute; its keys and values are written.
-        keep: int64 ``[R]``, the indices in the flattened row to compute logits for, in any order.
-
-    Returns:
-        ``[R, vocabulary]`` in the model's dtype, final soft-capping and scaling included.
-    """
-    if step.cleared.numel():
-        step.pool.clear(step.cleared)
-    output = model(
-        input_ids=step.input_ids,
-        position_ids=step.position_ids,
-        use_cache=False,
-        logits_to_keep=keep,
-        triolet_step=step,
-    )
-    logits: Tensor = output.logits[0]
-    return logits
 
 
 AttentionInterface.register(NAME, attend)

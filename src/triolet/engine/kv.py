@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import numpy as np
 import torch
+
+from triolet.engine.transfer import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +17,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from triolet.engine.plan import BlockCopy
+
+#: Bytes of keys, or of values, that are copied from page to page at once: what the step has to have
+#: for it. A page of 256 tokens of a model of 8 B parameters has 16 MiB of each.
+COPIED_BYTES: Final = 64 * 2**20
 
 
 @attrs.frozen
@@ -77,6 +83,9 @@ class KvPool:
     weight of 0 times NaN is NaN), and a request whose numbers went wrong leaves others behind. So
     whoever is the first to write to a page clears the slots behind its own (:meth:`clear`), and so
     does who copies the beginning of a page (:meth:`copy`).
+
+    ``spare`` pages lie behind the ``num_blocks`` that are handed out, for who needs a place that is
+    nobody's.
     """
 
     def __init__(
@@ -87,13 +96,16 @@ class KvPool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        spare: int = 0,
     ) -> None:
         self.shape = shape
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
-        size = (num_blocks, block_size, shape.kv_heads)
+        # The first of the pages behind those that are handed out, where there is one.
+        self.dummy_page = num_blocks
+        size = (num_blocks + spare, block_size, shape.kv_heads)
         # A tensor made under inference_mode could not be written outside it.
         with torch.inference_mode(mode=False):
             self._keys = self._pages((*size, shape.head_dim))
@@ -106,8 +118,15 @@ class KvPool:
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy the beginnings of pages to others, in all layers, and clear the rest of those.
 
-        All are read before any is written: see :class:`~triolet.engine.plan.StepPlan`.
+        So many at once as there is memory for; :class:`~triolet.engine.plan.StepPlan` says why
+        that is as good as any other order. Does not wait for the device.
         """
+        a_page = max(pages[:, 0].numel() for pages in (self._keys, self._values))
+        most = max(1, COPIED_BYTES // (a_page * self.dtype.itemsize))
+        for begin in range(0, len(copies), most):
+            self._copy(copies[begin : begin + most])
+
+    def _copy(self, copies: Sequence[BlockCopy]) -> None:
         size = self.block_size
         sources: list[int] = []
         targets: list[int] = []
@@ -116,10 +135,8 @@ class KvPool:
             sources.append(copy.source)
             targets.append(copy.target)
             rest += range(copy.target * size + copy.tokens, (copy.target + 1) * size)
-        source, target, slots = (
-            torch.tensor(numbers, dtype=torch.int64, device=self.device)
-            for numbers in (sources, targets, rest)
-        )
+        numbers = to_device(sources + targets + rest, self.device)
+        source, target, slots = numbers.split_with_sizes([len(copies), len(copies), len(rest)])
         for pages in (self._keys, self._values):
             pages.index_copy_(1, target, pages.index_select(1, source))
         # They are another sequence's, and so may not be finite.

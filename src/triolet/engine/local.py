@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import attrs
@@ -10,6 +11,7 @@ import torch
 
 from triolet.engine.architecture import check_architecture, check_logits, little_changes_in
 from triolet.engine.blocks import BlockPool
+from triolet.engine.graphs import CudaCapture
 from triolet.engine.int8 import check_quantizable, quantize_linear_layers
 from triolet.engine.kv import bytes_per_block
 from triolet.engine.linear import pack_linear_layers
@@ -17,8 +19,10 @@ from triolet.engine.logprobs import DEFAULT_MAX_LOGPROBS
 from triolet.engine.loop import Engine
 from triolet.engine.memory import trim, use_huge_pages
 from triolet.engine.prefix import PrefixIndex
-from triolet.engine.runner import build_runner
+from triolet.engine.runner import TorchRunner, build_runner
 from triolet.engine.scheduler import Scheduler
+from triolet.engine.sizing import largest_step, measure_cache
+from triolet.engine.varlen import page_size
 from triolet.engine.weights import LoadedWeights, load_model
 from triolet.errors import ConfigError
 
@@ -27,9 +31,9 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-#: Share of the memory free after loading that the KV cache takes where no size was given.
-#: A CPU shares its memory with everything else on the machine, a GPU rarely does.
-CPU_MEMORY_SHARE, CUDA_MEMORY_SHARE = 0.25, 0.9
+#: Share of the memory free after loading that the KV cache takes where no size was given. A CPU
+#: shares its memory with everything else on the machine.
+CPU_MEMORY_SHARE = 0.25
 
 
 @attrs.frozen(kw_only=True)
@@ -41,9 +45,14 @@ class EngineOptions:
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
-    block_size: int
+    #: ``None`` takes what suits the device.
+    block_size: int | None
     #: ``None`` sizes it by free memory.
     kv_cache_bytes: int | None
+    #: Share of a GPU's memory that may be in use once the KV cache is there.
+    gpu_memory_utilization: float = 0.9
+    #: Whether decode steps on a GPU run kernel by kernel, and none is recorded.
+    enforce_eager: bool = False
     #: Most likely ids reported per token at most.
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
     #: Whether requests of a lower ``priority`` go first; else it means nothing.
@@ -84,27 +93,13 @@ def load_engine(
     max_model_len = _model_length(options, weights)
     check_architecture(weights.model)
     # After the facts have been read of the plain layers, before the check that runs them.
-    rounded = options.quantization == "int8"
-    if rounded:
+    if options.quantization == "int8":
         _quantize(weights.model, progress)
     pack_linear_layers(weights.model)
-    num_blocks = _num_blocks(options, weights, max_model_len)
-    progress(
-        ("" if rounded else "Checking the model against transformers; ")
-        + f"KV cache of {num_blocks * options.block_size:,} tokens"
-    )
-    runner = build_runner(
-        weights.model,
-        num_blocks=num_blocks,
-        block_size=options.block_size,
-        max_num_seqs=options.max_num_seqs,
-        eos_token_ids=weights.eos_token_ids,
-        max_logprobs=options.max_logprobs,
-        checked=rounded,
-    )
-    index = PrefixIndex(options.block_size) if options.prefix_caching else None
+    runner, num_blocks = _runner(options, weights, max_model_len, progress)
+    index = PrefixIndex(runner.block_size) if options.prefix_caching else None
     scheduler = Scheduler(
-        BlockPool(total_blocks=num_blocks, block_size=options.block_size, index=index),
+        BlockPool(total_blocks=num_blocks, block_size=runner.block_size, index=index),
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=max_model_len,
@@ -138,20 +133,81 @@ def _model_length(options: EngineOptions, weights: LoadedWeights) -> int:
     return wanted or weights.max_model_len
 
 
-def _num_blocks(options: EngineOptions, weights: LoadedWeights, max_model_len: int) -> int:
-    """Blocks of the KV cache: what was asked for, or what fits and is of use."""
-    block_bytes = bytes_per_block(
-        weights.model.config, block_size=options.block_size, dtype=weights.model.dtype
+def _runner(
+    options: EngineOptions,
+    weights: LoadedWeights,
+    max_model_len: int,
+    progress: Callable[[str], None],
+) -> tuple[TorchRunner, int]:
+    """A runner with its KV cache, and how many blocks that has."""
+    device = weights.model.device
+    # A model that was rounded has been compared before.
+    checked = options.quantization != "none"
+    block_size = options.block_size or page_size(device)
+    on_gpu = device.type == "cuda"
+    measured = on_gpu and options.kv_cache_bytes is None
+    num_blocks, known = 1, ""  # for the measuring; it needs no more
+    if not measured:
+        size = options.kv_cache_bytes or _free_bytes()
+        num_blocks = _num_blocks(options, weights, max_model_len, size)
+        known = f"KV cache of {num_blocks * block_size:,} tokens"
+    check = "" if checked else "Checking the model against transformers"
+    progress("; ".join(filter(None, (check, known))))
+    runner = build_runner(
+        weights.model,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=options.max_num_seqs,
+        eos_token_ids=weights.eos_token_ids,
+        max_logprobs=options.max_logprobs,
+        capture=functools.partial(CudaCapture, device)
+        if on_gpu and not options.enforce_eager
+        else None,
+        max_model_len=max_model_len,
+        checked=checked,
     )
-    blocks_of_one = -(-max_model_len // options.block_size)
+    if measured:
+        plan = largest_step(
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            block_size=block_size,
+        )
+        size = measure_cache(
+            runner,
+            plan,
+            device,
+            recorded=not options.enforce_eager,
+            utilization=options.gpu_memory_utilization,
+        )
+        num_blocks = _num_blocks(options, weights, max_model_len, size)
+        runner.resize(num_blocks)
+        progress(f"KV cache of {num_blocks * block_size:,} tokens")
+    if on_gpu:
+        progress(f"On the GPU, {runner.how_it_attends}")
+    runner.warm_up()
+    return runner, num_blocks
+
+
+def _num_blocks(
+    options: EngineOptions, weights: LoadedWeights, max_model_len: int, size: int
+) -> int:
+    """Blocks of a KV cache of ``size`` bytes; where nobody asked for it, no more than is of use.
+
+    Raises:
+        ConfigError: One request would not fit.
+    """
+    block_size = options.block_size or page_size(weights.model.device)
+    block_bytes = bytes_per_block(
+        weights.model.config, block_size=block_size, dtype=weights.model.dtype
+    )
+    blocks_of_one = -(-max_model_len // block_size)
+    num_blocks = size // block_bytes
     if options.kv_cache_bytes is None:
-        affordable = _free_bytes(weights.model.device) // block_bytes
-        num_blocks = min(affordable, blocks_of_one * options.max_num_seqs)
-    else:
-        num_blocks = options.kv_cache_bytes // block_bytes
+        num_blocks = min(num_blocks, blocks_of_one * options.max_num_seqs)
     if num_blocks < blocks_of_one:
         raise ConfigError(
-            f"The KV cache has room for {num_blocks * options.block_size:,} tokens, less than "
+            f"The KV cache has room for {num_blocks * block_size:,} tokens, less than "
             f"one request of --max-model-len {max_model_len}: give it "
             f"{blocks_of_one * block_bytes:,} bytes with --kv-cache-memory, or lower "
             "--max-model-len.",
@@ -160,8 +216,5 @@ def _num_blocks(options: EngineOptions, weights: LoadedWeights, max_model_len: i
     return num_blocks
 
 
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * CUDA_MEMORY_SHARE)
+def _free_bytes() -> int:
     return int(psutil.virtual_memory().available * CPU_MEMORY_SHARE)

@@ -15,12 +15,13 @@ the batch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from triolet.core import TokenLogprobs
 from triolet.engine.ranking import largest
+from triolet.engine.transfer import to_host
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -114,5 +115,5 @@ class Scores:
 
     def _sorted(self, row: int, k: int) -> tuple[tuple[int, float], ...]:
         values, ids = largest(self._logits[row : row + 1], self._logits.shape[-1])
-        logprobs: Any = (values[0, :k].double() - self._log_mass[row]).tolist()
-        return tuple(zip(ids[0, :k].tolist(), logprobs, strict=True))
+        logprobs = to_host(values[0, :k].double() - self._log_mass[row])
+        return tuple(zip(to_host(ids[0, :k]), logprobs, strict=True))

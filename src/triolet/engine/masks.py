@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from triolet.engine.transfer import move, to_device
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -112,7 +114,7 @@ def apply_masks(
     if allowed:
         place = _places(allowed, logits.device)
         values = logits[place]
-        lines = torch.tensor([i for i, _ in allowed], device=logits.device)
+        lines = to_device([i for i, _ in allowed], logits.device)
         logits.index_fill_(0, lines, -torch.inf)
         logits.index_put_(place, values)
     masked = [
@@ -122,10 +124,11 @@ def apply_masks(
         if len(ids)
     ]
     if masked:
-        logits.index_put_(_places(masked, logits.device), logits.new_tensor(-torch.inf))
+        # Not new_tensor: on a GPU that is a copy which waits.
+        logits.index_put_(_places(masked, logits.device), logits.new_full((), -torch.inf))
     biased = [(i, row.biased) for i, row in zip(at, rows, strict=True) if len(row.biased)]
     if biased:
-        bias = torch.cat([row.bias for row in rows]).to(logits.device)
+        bias = move(torch.cat([row.bias for row in rows]), logits.device)
         logits.index_put_(_places(biased, logits.device), bias, accumulate=True)
 
 
@@ -137,4 +140,4 @@ def _places(pairs: Sequence[tuple[int, Tensor]], device: torch.device) -> tuple[
     """Row and id of every entry of the tensors of ids."""
     lengths = torch.tensor([len(ids) for _, ids in pairs])
     lines = torch.tensor([i for i, _ in pairs]).repeat_interleave(lengths)
-    return lines.to(device), torch.cat([ids for _, ids in pairs]).to(device)
+    return move(lines, device), move(torch.cat([ids for _, ids in pairs]), device)

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from triolet.engine.transfer import move
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -97,13 +99,13 @@ def penalise(logits: Tensor, at: Sequence[int], rows: Sequence[RowPenalties]) ->
     device = logits.device
     lengths = torch.tensor([len(row.ids) for row in rows])
     # cat copies, which the views need.
-    ids = torch.cat([row.ids for row in rows]).to(device)
-    counts = torch.cat([row.counts for row in rows]).to(device)
+    ids = move(torch.cat([row.ids for row in rows]), device)
+    counts = move(torch.cat([row.counts for row in rows]), device)
     sampling = [row.sampling for row in rows]
 
     def spread(numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
         """One number per row to one per id."""
-        return torch.tensor(numbers, dtype=dtype).repeat_interleave(lengths).to(device)
+        return move(torch.tensor(numbers, dtype=dtype).repeat_interleave(lengths), device)
 
     place = (spread(at, torch.int64), ids)
     values = logits[place]

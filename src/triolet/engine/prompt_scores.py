@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from triolet.engine.logprobs import Scores
+from triolet.engine.transfer import to_device, to_host
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,8 +74,8 @@ class PromptScores:
         here = slice(begin, begin + len(logits))
         tops, targets = self._tops[here], self._targets[here]
         scores = Scores(logits.float(), max(tops))
-        answer = scores.answer(torch.tensor(targets, device=logits.device))
-        *rows, fine = torch.cat((answer, scores.finite[:, None].double()), dim=1).T.tolist()
+        answer = scores.answer(to_device(targets, logits.device))
+        *rows, fine = to_host(torch.cat((answer, scores.finite[:, None].double()), dim=1).T)
         self._entries += scores.read(list(zip(*rows, strict=True)), targets, tops)
         owners = self._owners[here]
         self.unsound.update(o for o, good in zip(owners, fine, strict=True) if not good)

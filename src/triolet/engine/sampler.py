@@ -40,6 +40,7 @@ from triolet.engine.masks import RowMasks, apply_masks
 from triolet.engine.penalties import RowPenalties, penalise
 from triolet.engine.plan import NOT_FINITE, NOTHING_LEFT, Sample
 from triolet.engine.ranking import largest, maximum
+from triolet.engine.transfer import to_device, to_host
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
     from triolet.core import TokenLogprobs
     from triolet.engine.plan import Chunk
+    from triolet.engine.transfer import Flag
 
 #: Logits per row looked at before a row is sorted. At 256, topk over a vocabulary of 49152
 #: takes a twentieth of a sort, and the nucleus of a trained model rarely reaches so far.
@@ -123,13 +125,16 @@ class Sampler:
         """Forget which choice owns which row."""
         self._rows = [None] * len(self._rows)
 
-    def sample(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[Sample]:
+    def sample(
+        self, logits: Tensor, chunks: Sequence[Chunk], flag: Flag | None = None
+    ) -> list[Sample]:
         """Choose one id per row.
 
         Args:
             logits: ``[R, vocabulary]``, any floating dtype, on the sampler's device. Written
                 over where a row has masks or penalties.
             chunks: The R chunks that the rows belong to.
+            flag: Read along with the ids, where there are any.
 
         Returns:
             One sample per row. Its id is :data:`~triolet.engine.plan.NOTHING_LEFT` where the
@@ -151,9 +156,14 @@ class Sampler:
             sound[at] |= empty[at]
         if scores is not None:
             sound[self._index(wanted)] &= scores.finite
-        facts = torch.stack((ids, overflow & sound & ~empty, sound, empty))
-        (chosen, overflowed, fine, nothing), answer = _fetch(facts, ids, scores, wanted)
-        slow = [i for i, flag in enumerate(overflowed) if flag]
+        facts = [ids, overflow & sound & ~empty, sound, empty]
+        if flag is not None:
+            facts.append(flag.there.expand_as(sound))
+        numbers, answer = _fetch(torch.stack(facts), ids, scores, wanted)
+        chosen, overflowed, fine, nothing, *along = numbers
+        if flag is not None:
+            flag.here = bool(along[0][0])
+        slow = [i for i, open_end in enumerate(overflowed) if open_end]
         if slow:
             at = self._index(slow)
             ids[at], _ = self._sample_cut(logits, best, slow, chunks, logits.shape[-1])
@@ -225,7 +235,7 @@ class Sampler:
             (self._top_k, [s.top_k for s in sampling]),
             (self._reach, [_reach(s) for s in sampling]),
         ):
-            tensor[at] = torch.tensor(numbers, dtype=tensor.dtype, device=self._device)
+            tensor[at] = to_device(numbers, self._device, tensor.dtype)
 
     @staticmethod
     def _edit(logits: Tensor, rows: list[_Row], chunks: Sequence[Chunk]) -> list[int]:
@@ -313,10 +323,10 @@ class Sampler:
             uniform(chunk.sampling.seed, chunk.choice, chunk.output_index)
             for chunk in (chunks[i] for i in rows)
         ]
-        return torch.tensor(numbers, dtype=torch.float64, device=self._device).unsqueeze(1)
+        return to_device(numbers, self._device, torch.float64).unsqueeze(1)
 
     def _index(self, numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        return to_device(numbers, self._device)
 
 
 def _reach(sampling: SamplingParams) -> float:
@@ -334,10 +344,10 @@ def _fetch(
     The one synchronisation of a step: everything the host must know, in one transfer.
     """
     if scores is None:
-        return facts.tolist(), []
-    answer = scores.answer(ids[torch.tensor(wanted, device=ids.device)])
+        return to_host(facts), []
+    answer = scores.answer(ids[to_device(wanted, ids.device)])
     # float64 holds all of these integers exactly.
-    flat = torch.cat((facts.double().flatten(), answer.flatten())).tolist()
+    flat = to_host(torch.cat((facts.double().flatten(), answer.flatten())))
     size, rows, width = facts.numel(), len(ids), scores.width
     integers = [[int(number) for number in flat[i : i + rows]] for i in range(0, size, rows)]
     return integers, [flat[i : i + width] for i in range(size, len(flat), width)]
