@@ -28,7 +28,8 @@ from triolet.engine.runner import build_runner
 from triolet.engine.scheduler import Scheduler
 from triolet.errors import UnsupportedModelError
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+# What they cover others do too, and being measured takes them twice the time.
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.no_cover]
 
 #: By what ``model_type`` in ``config.json`` says.
 FAMILIES = (

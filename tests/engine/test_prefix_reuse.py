@@ -21,7 +21,8 @@ from triolet.engine.prefix import PrefixIndex
 from triolet.engine.runner import build_runner
 from triolet.engine.scheduler import Scheduler
 
-pytestmark = pytest.mark.torch
+# What they cover others do too, and being measured takes them twice the time.
+pytestmark = [pytest.mark.torch, pytest.mark.no_cover]
 
 NEW = 12
 SIZE = 4

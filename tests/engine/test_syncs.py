@@ -36,7 +36,8 @@ from triolet.engine import (
 from triolet.engine.plan import BlockCopy, Chunk, StepPlan
 from triolet.engine.runner import TorchRunner, quieten
 
-pytestmark = pytest.mark.torch
+# What they cover others do too, and being measured takes them twice the time.
+pytestmark = [pytest.mark.torch, pytest.mark.no_cover]
 
 BLOCK = 4
 HOST, GPU = "cpu", "meta"

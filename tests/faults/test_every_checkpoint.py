@@ -44,6 +44,9 @@ from triolet.testing.streams import Delay, Dribble, Stall
 from triolet.testing.wire import open_wire
 from triolet.testing.wire_client import http_request
 
+# What they cover others do too, and being measured takes them twice the time.
+pytestmark = pytest.mark.no_cover
+
 FULL = os.environ.get("TRIOLET_EVERY_CHECKPOINT") == "1"
 #: Checkpoints that a case takes by default, and the orders of tasks that a full sweep tries.
 RUNS, SEEDS = 12, (0, 1, 2)

@@ -15,6 +15,9 @@ from triolet.testing.faults import Crash, NeverReturns
 from triolet.testing.schedule import Ask, Drain, Pause, Schedule, Stage
 from triolet.testing.storm import play
 
+# What they cover others do too, and being measured takes them twice the time.
+pytestmark = pytest.mark.no_cover
+
 # Requests of one storm, and the storms: 2,400 requests, in some 8 s of CPU.
 SIZE = 100
 SEEDS = range(24)
