@@ -192,7 +192,9 @@ async def test_retry_after_is_the_pace_at_which_the_queue_moves(autojump_clock):
         tokens = server.runtime.queued_tokens + 4 * 3
         missing = tokens - 5 * SIZE
         assert missing > 0
-        assert int(refused.headers["retry-after"]) == pytest.approx(10 * missing / SIZE, abs=1.1)
+        # Whose turn comes first among those that arrive at once is Trio's to choose, and with it
+        # how long the first ones took.
+        assert int(refused.headers["retry-after"]) == pytest.approx(10 * missing / SIZE, rel=0.3)
 
 
 async def test_a_reader_that_lags_shows_as_paused(autojump_clock):
