@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from itertools import pairwise
 
 import attrs
@@ -177,7 +178,7 @@ async def test_a_prompt_of_any_size_is_taken_where_nothing_waits(autojump_clock)
 
 async def test_retry_after_is_the_pace_at_which_the_queue_moves(autojump_clock):
     config = Config(max_num_queued_tokens=5 * SIZE, queue_timeout=0)
-    # Each takes the row for 10 steps: one prompt in 10 seconds.
+    # Each takes the row for 10 steps, of a second each.
     async with open_server(one_row(say("a" * 9), step_s=1.0), config) as server:
         served = [server.client.start("POST", PATH, json_body=CHAT) for _ in range(5)]
         for exchange in served[:4]:
@@ -193,8 +194,10 @@ async def test_retry_after_is_the_pace_at_which_the_queue_moves(autojump_clock):
         missing = tokens - 5 * SIZE
         assert missing > 0
         # Whose turn comes first among those that arrive at once is Trio's to choose, and with it
-        # how long the first ones took.
-        assert int(refused.headers["retry-after"]) == pytest.approx(10 * missing / SIZE, rel=0.3)
+        # how many have begun by now: the first after one step, each further one 10 later.
+        begun = 9 - server.runtime.queued_requests
+        pace_s = (1 + 10 * (begun - 1)) / (begun * SIZE)
+        assert int(refused.headers["retry-after"]) == math.ceil(missing * pace_s)
 
 
 async def test_a_reader_that_lags_shows_as_paused(autojump_clock):
