@@ -1,6 +1,6 @@
 """Servers as processes, seen from outside: start, stop, memory, files, send queues, metrics. Linux.
 
-What the benchmarks ``cancel``, ``stuck`` and ``churn.py`` share. It reads ``/proc`` and raw
+What the benchmarks share. It reads ``/proc`` and raw
 sockets, so that it costs the server next to nothing and the measuring process little.
 """
 
@@ -51,18 +51,20 @@ def raise_file_limit() -> None:
 
 
 @contextmanager
-def server(
+def launched(
     command: Sequence[str],
-    port: int,
     *,
     log: Path,
     environ: dict[str, str] | None = None,
-    ready: str = "/ready",
+    patience_s: float = 10.0,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A server that answers ``GET`` of the path ``ready``, in a process group of its own.
+    """A process in a group of its own, none of which is left afterwards.
 
-    Raises:
-        DidNotStartError: It did not get so far.
+    Args:
+        command: What to run.
+        log: Where its output goes.
+        environ: Beside what this process has.
+        patience_s: From SIGTERM to SIGKILL.
     """
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -73,17 +75,35 @@ def server(
             start_new_session=True,
         )
     try:
+        yield process
+    finally:
+        stop(process, patience_s)
+
+
+@contextmanager
+def server(
+    command: Sequence[str],
+    port: int,
+    *,
+    log: Path,
+    environ: dict[str, str] | None = None,
+    ready: str = "/ready",
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A launched server that answers ``GET`` of the path ``ready``.
+
+    Raises:
+        DidNotStartError: It did not get so far.
+    """
+    with launched(command, log=log, environ=environ) as process:
         deadline = time.monotonic() + START_TIMEOUT_S
         while get(port, ready, timeout_s=5.0)[0] != 200:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise DidNotStartError(log.read_text(errors="replace")[-2000:])
             time.sleep(0.2)
         yield process
-    finally:
-        stop(process)
 
 
-def stop(process: subprocess.Popen[bytes], patience_s: float = 10.0) -> None:
+def stop(process: subprocess.Popen[bytes], patience_s: float) -> None:
     """SIGTERM, and after a while SIGKILL for the whole group."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)

@@ -14,23 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import attrs
 import httpx2
 import trio
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from serving import free_port, launched
 
 #: Prompts of about 64 tokens that a small model answers at length.
 PROMPTS = [
@@ -44,6 +39,8 @@ PROMPTS = [
 ]  # fmt: skip
 #: Loading a model on a busy machine.
 START_TIMEOUT_S = 600.0
+#: To an orderly stop; then it is killed.
+STOP_PATIENCE_S = 20.0
 
 
 @attrs.frozen
@@ -63,31 +60,6 @@ class Round:
     gap_p50_s: float
     gap_max_s: float
     tokens: int
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-@contextmanager
-def server(command: list[str], environ: dict[str, str]) -> Iterator[None]:
-    """A server process, stopped hard if it does not stop by itself."""
-    process = subprocess.Popen(
-        command, env={**os.environ, **environ}, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
-    )
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 async def wait_until_it_answers(client: httpx2.AsyncClient, body: dict[str, object]) -> None:
@@ -178,7 +150,12 @@ def main() -> None:
             for name, command in commands(options, folder).items():
                 port = free_port()
                 environ = {"OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
-                with server([*command, "--port", str(port)], environ):
+                with launched(
+                    [*command, "--port", str(port)],
+                    log=Path(os.devnull),
+                    environ=environ,
+                    patience_s=STOP_PATIENCE_S,
+                ):
                     result = trio.run(
                         partial(
                             measure,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -26,12 +27,14 @@ sys.path.insert(1, str(Path(__file__).parent.parent))
 
 import attrs
 from clock import STEP_S, Stop, TreeClock, idle_share, settle
-from servers import Contender, contenders
 from states import STATES, Bench, own_numbers
 
 from client import Client, UnexpectedError
-from serving import DidNotStartError, free_port, server
+from contenders import Contender, contenders
+from serving import DidNotStartError, free_port, server, triolet_command
 
+#: Room for the long prompt and the long answer.
+MODEL_LEN = 8192
 #: Seconds that a server gets to finish by itself what it went on with, before it is restarted.
 SETTLE_S = 240.0
 #: Events of the answer that warms a server up and tells its speed.
@@ -217,7 +220,10 @@ def parse() -> argparse.Namespace:
     add("--patience", type=float, default=60.0, help="seconds after which a figure is '>'")
     add("--threads", type=int, default=1)
     add("--json", type=Path, help="write everything here")
-    return parser.parse_args()
+    add("--llama-args", default="", help="more arguments")
+    options = parser.parse_args()
+    options.llama_server = options.gguf and (options.llama_server or shutil.which("llama-server"))
+    return options
 
 
 def main() -> None:
@@ -230,7 +236,10 @@ def main() -> None:
         if not options.model:
             convert = Path(__file__).parent.parent / "packaged_model.py"
             subprocess.run([sys.executable, convert, folder], check=True, stdout=subprocess.DEVNULL)
-        for contender in contenders(options, folder):
+        triolet = (options.triolet or triolet_command(),)
+        for contender in contenders(
+            options, folder, triolet, slots=options.slots, model_len=MODEL_LEN
+        ):
             if options.only and contender.name not in options.only:
                 continue
             try:

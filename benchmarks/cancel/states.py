@@ -17,9 +17,9 @@ from http.client import HTTPConnection
 
 import attrs
 from clock import Stop, TreeClock, watch
-from servers import Contender
 
 from client import Client, Reader, UnexpectedError
+from contenders import Contender
 from serving import parse_metrics, send_queues
 
 #: Processor seconds after which a server is surely in the middle of a prompt, or of an answer.

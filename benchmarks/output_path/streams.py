@@ -18,15 +18,17 @@ import os
 import re
 import resource
 import selectors
-import signal
 import socket
 import statistics
-import subprocess
 import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+sys.path.insert(1, str(Path(__file__).parent.parent))
+
+from serving import free_port, launched
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +39,8 @@ LONG = 60_000
 PROMPT_ROOM = 100
 #: Most seconds for the server to start, or for all streams to begin.
 PATIENCE_S = 60.0
+#: To an orderly stop; then it is killed.
+STOP_PATIENCE_S = 20.0
 CONTENT = re.compile(rb'"content":"(\w*)"')
 
 
@@ -56,45 +60,27 @@ class Measured(NamedTuple):
     server_cpu: float
 
 
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @contextmanager
 def server(streams: int) -> Iterator[tuple[int, int]]:
     """A server for so many streams: its port and process id."""
     port = free_port()
-    process = subprocess.Popen(
-        [
-            *(Path(sys.executable).parent / "triolet", "serve", "--engine", "scripted"),
-            *("--scripted-step-ms", "0", "--scripted-text", "a" * LONG),
-            *("--max-model-len", str(2 * LONG), "--max-num-seqs", str(streams)),
-            *("--max-num-queued-reqs", str(streams), "--max-connections", str(streams + 10)),
-            # Room for all prompts in a step, or most of the run is about who begins when.
-            *("--max-num-batched-tokens", str(streams * PROMPT_ROOM)),
-            *("--port", str(port), "--no-access-log", "--log-level", "error"),
-            *("--drain-timeout", "0"),
-        ],
-        stdout=subprocess.DEVNULL,
-    )
-    try:
+    command = [
+        *(Path(sys.executable).parent / "triolet", "serve", "--engine", "scripted"),
+        *("--scripted-step-ms", "0", "--scripted-text", "a" * LONG),
+        *("--max-model-len", str(2 * LONG), "--max-num-seqs", str(streams)),
+        *("--max-num-queued-reqs", str(streams), "--max-connections", str(streams + 10)),
+        # Room for all prompts in a step, or most of the run is about who begins when.
+        *("--max-num-batched-tokens", str(streams * PROMPT_ROOM)),
+        *("--port", str(port), "--no-access-log", "--log-level", "error"),
+        *("--drain-timeout", "0"),
+    ]
+    with launched(command, log=Path(os.devnull), patience_s=STOP_PATIENCE_S) as process:
         deadline = time.monotonic() + PATIENCE_S
         while not answers(port):
             if process.poll() is not None or time.monotonic() > deadline:
                 sys.exit("the server did not start")
             time.sleep(0.1)
         yield port, process.pid
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def answers(port: int) -> bool:

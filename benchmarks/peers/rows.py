@@ -8,8 +8,9 @@ from itertools import pairwise
 
 import attrs
 import trio
-from servers import Contender, MemoryWatch
+from memory import MemoryWatch
 
+from contenders import Contender
 from triolet.client.bench import Run, Target, prepare
 from triolet.client.client import Client
 from triolet.client.errors import BrokenStreamError, RefusedError, UnreachableError

@@ -29,15 +29,25 @@ import time
 from functools import partial
 from pathlib import Path
 
+# The scripts of this folder share modules with their neighbours.
+sys.path.insert(1, str(Path(__file__).parent.parent))
+
 import attrs
 import trio
 from rows import ROWS, Row, ServerDiedError, Session
-from servers import Contender, contenders, free_port, started
 
+from contenders import Contender, contenders
+from serving import free_port, launched
 from triolet.client.bench import calibrate
 from triolet.client.client import connect
 from triolet.client.load import Load, Scale
 
+#: Requests that each server may compute at once.
+SLOTS = 32
+#: Room for the longest prompt and answer of a row.
+MODEL_LEN = 2048
+#: To an orderly stop; then the whole group is killed.
+STOP_PATIENCE_S = 15.0
 STEPS = ("1", "8", "32", "long", "cached")
 #: Of a log that is shown for a server that did not start.
 LOG_TAIL_CHARACTERS = 1500
@@ -152,12 +162,16 @@ def main() -> None:
     scale: Scale | None = None
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.model or _packaged(Path(scratch))
-        servers = contenders(options, folder)
+        triolet = (options.python or sys.executable, "-m", "triolet")
+        servers = contenders(options, folder, triolet, slots=SLOTS, model_len=MODEL_LEN)
         for number in range(options.rounds):
             for contender in servers:
                 port, log = free_port(), Path(scratch) / "server.log"
                 begun = time.monotonic()
-                with started(contender, port, log) as process:
+                command = (*contender.command, "--port", str(port))
+                with launched(
+                    command, log=log, environ=contender.environ, patience_s=STOP_PATIENCE_S
+                ) as process:
                     work = partial(
                         measure,
                         *(contender, process, port),

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 #: Seconds that the worker's shutdown waits for the engine step in flight: longer than a step
 #: that ends, and within what supervisors give a shutdown.
-LAST_STEP_S = 10.0
+WORKER_LAST_STEP_S = 10.0
 
 _config = load_config()
 configure_logging(
@@ -63,7 +63,7 @@ async def _wait_for_engine_thread() -> None:
     """An interpreter that shuts down around a computing thread aborts, so give it its time."""
     backend = _runtime.backend()
     if isinstance(backend, EngineThread):
-        with trio.move_on_after(LAST_STEP_S):
+        with trio.move_on_after(WORKER_LAST_STEP_S):
             await backend.wait_returned()
         if backend.abandoned:
             logger.warning("an engine step has not ended; the exit of this worker may abort")
